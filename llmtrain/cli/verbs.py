@@ -1,0 +1,44 @@
+"""The verbs: what each is for, which words it takes, and the module that carries it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb of the command line; `module` has `run(arguments) -> int` and is imported only when the verb is used."""
+
+    name: str
+    phase: str
+    summary: str
+    folders: int = 0
+    """Run folders it takes, no more and no fewer."""
+    sections: tuple[str, ...] | None = None
+    """Config sections it reads; None = all of them."""
+    built: bool = True
+
+    @property
+    def module(self) -> str:
+        return f"llmtrain.cli.{self.name}"
+
+
+PHASES = ("before", "run", "prove", "after")
+DEFAULT_VERB = "train"
+NOT_AVAILABLE = "not available in this version"
+
+VERBS = {
+    verb.name: verb
+    for verb in (
+        Verb("doctor", "before", "versions, devices and every option, with the reason where one is not available"),
+        Verb("plan", "before", "where memory and time will go", built=False),
+        Verb("prepare", "before", "turn text into token files", built=False),
+        Verb("train", "run", "train a model; with the run.name of an earlier run, resume it"),
+        Verb("evaluate", "run", "score the validation text with a checkpoint", 1, ("evaluate", "launch", "output")),
+        Verb("generate", "run", "continue a prompt with a checkpoint", 1, ("generate", "launch", "output")),
+        Verb("check", "prove", "same loss and gradients as one process", built=False),
+        Verb("bench", "prove", "memory, speed and loss of combinations", built=False),
+        Verb("convert", "after", "checkpoints to and from other formats", built=False),
+        Verb("report", "after", "one page from one or more run folders", built=False),
+    )
+}

@@ -1,0 +1,134 @@
+"""From everything that was set to one checked value per key: conversion, pairs, references, kinds, rules.
+
+All problems are collected; a key whose value was refused keeps its default so that the rest can still be checked, and rules that read
+such a key are left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmtrain.config import schema
+from llmtrain.config.errors import Problem
+from llmtrain.config.files import Setting
+from llmtrain.config.keys import leaves, sections
+from llmtrain.config.references import Unresolved, has_reference, resolve
+from llmtrain.config.rules import PAIRS, check_rules
+from llmtrain.config.suggest import either
+from llmtrain.config.values import Refused, convert, show
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The outcome; `config` is only meaningful without problems."""
+
+    config: schema.Config
+    origins: dict[str, str]
+    """Where each key that is not a default was set."""
+    problems: tuple[Problem, ...]
+
+
+def settle(settings: Sequence[Setting], *, references: bool = True) -> Settled:
+    """Give every key its value.
+
+    Args:
+        settings: weakest source first; the last setting of a key counts, but every one must be legal.
+        references: whether `${key}` is followed; not in a saved config, whose values are final.
+    """
+    counting = _without_replaced(settings)
+    values: dict[str, Any] = {name: copy.copy(info.default) for name, info in leaves().items()}
+    problems: list[Problem] = []
+    for setting in counting:
+        try:
+            written = references and has_reference(setting.value)
+            values[setting.key] = setting.value if written else convert(leaves()[setting.key], setting.value)
+        except Refused as refused:
+            values.pop(setting.key, None)
+            problems.append(_refusal(setting, refused))
+    given = {setting.key: setting for setting in counting}
+    if references:
+        values, unresolved = _follow_references(values, given)
+        problems += unresolved
+    problems += _of_other_kinds(values, given)
+    refused_keys = leaves().keys() - values.keys()
+    for name in refused_keys:
+        values[name] = copy.copy(leaves()[name].default)
+    config = _build(schema.Config, "", values)
+    origins = {name: setting.origin for name, setting in given.items()}
+    return Settled(config, origins, (*problems, *check_rules(config, without=refused_keys, origins=origins)))
+
+
+def flatten(wire: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of a nested dict; what is no section of the schema is not entered."""
+    for name, value in wire.items():
+        full = f"{prefix}{name}"
+        if full in sections() and isinstance(value, Mapping):
+            yield from flatten(value, f"{full}.")
+        else:
+            yield full, value
+
+
+def _without_replaced(settings: Sequence[Setting]) -> list[Setting]:
+    """Drop what a stronger source has made moot: one key of a pair where it gives the other, keys of a kind where it takes another.
+
+    Two that contradict each other within one source both stay, for the rules to refuse.
+    """
+    replaced: list[Setting] = []
+    for pair in PAIRS:
+        given = [setting for setting in settings if setting.key in pair and setting.value is not None]
+        replaced += [setting for setting in given if setting.source != given[-1].source and setting.key != given[-1].key]
+    taken = {setting.key: position for position, setting in enumerate(settings)}
+    for position, setting in enumerate(settings):
+        info = leaves()[setting.key]
+        stronger = taken.get(f"{info.section}.kind", -1)
+        other_source = stronger > position and settings[stronger].source != setting.source
+        kind = settings[stronger].value
+        if info.kinds and other_source and not has_reference(kind) and show(kind) not in info.kinds:
+            replaced.append(setting)
+    return [setting for setting in settings if setting not in replaced]
+
+
+def _refusal(setting: Setting, refused: Refused) -> Problem:
+    return Problem(f"{setting.key}={show(setting.value)}", refused.rule, refused.cure, setting.origin)
+
+
+def _follow_references(values: dict[str, Any], given: Mapping[str, Setting]) -> tuple[dict[str, Any], list[Problem]]:
+    """The values with every reference replaced; a key whose reference leads nowhere is missing from them."""
+    resolved, problems = dict(values), []
+    for name, value in values.items():
+        if name in given and has_reference(value):
+            del resolved[name]
+            try:
+                resolved[name] = resolve(name, values)
+            except Refused as refused:
+                problems.append(_refusal(given[name], refused))
+            except Unresolved:
+                continue
+    return resolved, problems
+
+
+def _of_other_kinds(values: Mapping[str, Any], given: Mapping[str, Setting]) -> Iterator[Problem]:
+    """Keys that were set although the section's kind does not read them."""
+    for name, setting in given.items():
+        info = leaves()[name]
+        kind = values.get(f"{info.section}.kind")
+        if not info.kinds or kind is None or kind in info.kinds or values.get(name) is None:
+            continue
+        rule = f"only {info.section}={either(info.kinds)} reads it; {info.section}.kind is {kind}"
+        cure = f"{info.section}={either(info.kinds)}, or {name}=null"
+        yield Problem(f"{name}={show(setting.value)}", rule, cure, setting.origin)
+
+
+def _build(cls: Any, prefix: str, values: Mapping[str, Any]) -> Any:
+    """A dataclass of the schema from dotted names."""
+    hints = typing.get_type_hints(cls)
+    arguments = {}
+    for item in dataclasses.fields(cls):
+        name, hint = prefix + item.name, hints[item.name]
+        arguments[item.name] = _build(hint, f"{name}.", values) if dataclasses.is_dataclass(hint) else values[name]
+    return cls(**arguments)

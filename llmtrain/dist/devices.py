@@ -1,0 +1,162 @@
+"""What the devices of this host are: kind, name, number, memory, cores, and whether they multiply bf16 natively."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llmtrain.config.errors import ConfigError, Problem
+
+AMPERE = (8, 0)
+"""First CUDA capability whose tensor cores multiply bf16."""
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """The device a run uses and the host around it."""
+
+    device: str
+    """`cpu` or `cuda`."""
+    reason: str
+    name: str
+    num_devices: int
+    memory_bytes: int
+    """Memory of one device; for `cpu` what the host can still give."""
+    cores: int
+    """CPU cores this process may use."""
+    bf16_native: bool
+
+
+def detect_devices(wanted: str) -> DeviceFacts:
+    """Choose the device for `launch.device` and describe it.
+
+    Args:
+        wanted: `auto`, `cpu` or `cuda`.
+
+    Raises:
+        ConfigError: `cuda` is asked for and there is none; the message has the reason.
+    """
+    missing = cuda_missing_reason()
+    if wanted == "cuda" and missing:
+        raise ConfigError(
+            Problem(
+                "launch.device=cuda", missing, cure="launch.device=auto or launch.device=cpu, or a torch build for your GPU"
+            )
+        )
+    if wanted == "cpu" or missing:
+        reason = "launch.device=cpu" if wanted == "cpu" else f"auto: {missing}"
+        return DeviceFacts("cpu", reason, cpu_name(), 1, host_memory_bytes(), available_cores(), cpu_multiplies_bf16())
+    properties = torch.cuda.get_device_properties(0)
+    return DeviceFacts(
+        device="cuda",
+        reason="launch.device=cuda" if wanted == "cuda" else "auto: first choice where present",
+        name=properties.name,
+        num_devices=torch.cuda.device_count(),
+        memory_bytes=properties.total_memory,
+        cores=available_cores(),
+        bf16_native=(properties.major, properties.minor) >= AMPERE,
+    )
+
+
+def cuda_missing_reason() -> str:
+    """Why CUDA cannot be used here; empty when it can."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return "" if torch.cuda.is_available() else "no usable CUDA device (is a driver loaded, is a device visible?)"
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Model name of the processor, or `cpu` where the system does not tell."""
+    return _cpuinfo_field("model name", cpuinfo) or "cpu"
+
+
+def cpu_multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor has bf16 matmul instructions (x86: AVX512-BF16 or AMX; Arm: BF16)."""
+    flags = (_cpuinfo_field("flags", cpuinfo) or _cpuinfo_field("Features", cpuinfo)).split()
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
+
+
+def _cpuinfo_field(name: str, cpuinfo: Path) -> str:
+    """First value of a field; empty where there is no such file (other systems than Linux) or field."""
+    if not cpuinfo.is_file():
+        return ""
+    for line in cpuinfo.read_text().splitlines():
+        field, _, value = line.partition(":")
+        if field.strip() == name:
+            return value.strip()
+    return ""
+
+
+def available_cores(root: Path = Path("/")) -> int:
+    """CPU cores this process may use: its affinity mask, cut to the container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in _cgroup_folders("cpu", root):
+        quota = _cpu_quota(folder)
+        if quota is not None:
+            cores = min(cores, max(1, int(quota)))
+    return cores
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    """Cores' worth of time a control group may use; None = unlimited."""
+    words = _read(folder / "cpu.max").split() or [_read(folder / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+    numbers = [int(word) for word in words if word.lstrip("-").isdecimal()]
+    if len(numbers) < 2 or numbers[0] <= 0:
+        return None
+    return numbers[0] / numbers[1]
+
+
+def host_memory_bytes(root: Path = Path("/")) -> int:
+    """Bytes this process can still take: the host's available memory, cut to what the container's limit leaves."""
+    available = _host_available(root)
+    for folder in _cgroup_folders("memory", root):
+        left = _memory_left(folder)
+        if left is not None:
+            available = min(available, left)
+    return available
+
+
+def _host_available(root: Path) -> int:
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _memory_left(folder: Path) -> int | None:
+    """Bytes below a control group's limit, file cache that can be dropped counted as free; None = unlimited."""
+    limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+    used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+    if not limit.isdecimal() or not used.isdecimal():
+        return None
+    cache = 0
+    for line in _read(folder / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file"):
+            cache = int(value)
+    return max(0, int(limit) - max(0, int(used) - cache))
+
+
+def _cgroup_folders(controller: str, root: Path) -> list[Path]:
+    """Folders of the control groups that bound this process, its own first, then each parent (versions 1 and 2).
+
+    A container sees its own group as the root of the mount while /proc names the path outside, so folders that do not exist are
+    left out and the mount's root is always looked at.
+    """
+    folders = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = root / "sys/fs/cgroup" / controller if controllers else root / "sys/fs/cgroup"
+        own = base / path.lstrip("/")
+        folders += [folder for folder in (own, *own.parents) if folder.is_dir() and folder.is_relative_to(base)]
+    return folders
+
+
+def _read(file: Path) -> str:
+    """Text of a small system file; empty where this system has none."""
+    return file.read_text().strip() if file.is_file() else ""

@@ -1,0 +1,302 @@
+"""What a run says to its user: one protocol, a live display on a terminal, plain lines elsewhere, one JSON document on request.
+
+The order of a run is: statuses while things are prepared, the card, steps, the closing blocks, and what to type next. Every line
+fits the width; only a command's single word may stick out, since a shortened one could not be pasted.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol, TextIO
+
+from llmtrain.metrics.format import format_duration, printable, shorten, wrap, wrap_command
+from llmtrain.metrics.meters import StepRecord
+from llmtrain.metrics.progress import TrainingProgress, fit
+from llmtrain.metrics.throughput import Clock
+
+CARD_LINES = 14
+PLAIN_WIDTH = 120
+SILENCE_SECONDS = 2.5
+"""A status that lasts is repeated after this long without a line; nobody should wait for more than three seconds."""
+
+
+class Tone(Enum):
+    """How a line is meant; the two colours are chosen from it."""
+
+    NORMAL = "normal"
+    STRONG = "strong"
+    GOOD = "good"
+    BAD = "bad"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One labelled entry of a card."""
+
+    label: str
+    text: str
+    is_command: bool = False
+    """The text is a shell command: it is never shortened, and broken so that it can be pasted."""
+
+
+class Console(Protocol):
+    """Everything a verb can say. Texts may hold anything; what a terminal would obey is taken out."""
+
+    def status(self, text: str) -> None:
+        """What is going on now, until the next step or block; cheap, may be called often. An empty text ends it."""
+        ...
+
+    def card(self, title: str, rows: Sequence[Row]) -> None:
+        """The facts of a run before its first step, in at most 14 lines."""
+        ...
+
+    def line(self, text: str) -> None:
+        """One remark that stays."""
+        ...
+
+    def start_training(self, *, first_step: int, total_steps: int, log_every: int, baseline_loss: float | None = None) -> None:
+        """Steps follow. `first_step` updates are made already; `baseline_loss` is what guessing by frequency alone scores."""
+        ...
+
+    def step(self, record: StepRecord) -> None:
+        """An update was made."""
+        ...
+
+    def warn(self, text: str) -> None:
+        """Print a warning with a number, once, and again at the end."""
+        ...
+
+    def block(self, label: str, lines: Sequence[str], tone: Tone = Tone.NORMAL) -> None:
+        """A labelled paragraph: `done`, `sample`, a result."""
+        ...
+
+    def next(self, commands: Sequence[str]) -> None:
+        """Repeat the warnings, then say what to type next: the last lines of a run."""
+        ...
+
+    def document(self, document: Mapping[str, Any]) -> None:
+        """The result for programs; only shown with output=json."""
+        ...
+
+    def close(self) -> None:
+        """End the display; warnings not repeated yet are."""
+        ...
+
+
+def make_console(output: str, stdout: TextIO, stderr: TextIO, width: int | None = None) -> Console:
+    """The console for `output` = table or json: json leaves standard output to the document and reports on standard error.
+
+    A stream that is a terminal able to show the display gets it; `width` overrides what the terminal says.
+    """
+    if output == "json":
+        return JsonConsole(_text_console(stderr, width), stdout)
+    return _text_console(stdout, width)
+
+
+def _text_console(stream: TextIO, width: int | None) -> Console:
+    if stream.isatty() and (stream.encoding or "").lower().replace("-", "") == "utf8":
+        # Imported here: a log file needs none of it.
+        from llmtrain.metrics.console_rich import RichConsole
+
+        return RichConsole(stream, width)
+    return PlainConsole(stream, width or PLAIN_WIDTH)
+
+
+class TextConsole(ABC):
+    """Lays out cards, blocks, warnings and commands as lines; subclasses show lines, statuses and steps."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._warnings: list[str] = []
+        self._repeated = 0
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Columns of a line."""
+
+    @abstractmethod
+    def _show(self, line: str, tone: Tone = Tone.NORMAL) -> None:
+        """Put one line, already cut to the width, where it stays."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def card(self, title: str, rows: Sequence[Row]) -> None:
+        first, *others = card_lines(title, rows, self.width)
+        self._show(first, Tone.STRONG)
+        for line in others:
+            self._show(line)
+
+    def line(self, text: str) -> None:
+        for line in wrap(printable(text), self.width):
+            self._show(line)
+
+    def warn(self, text: str) -> None:
+        if text not in self._warnings:
+            self._warnings.append(text)
+            self._labelled(f"warning {len(self._warnings)}", [text], Tone.BAD)
+
+    def block(self, label: str, lines: Sequence[str], tone: Tone = Tone.NORMAL) -> None:
+        self._labelled(f"{label:<4}", lines, tone)
+
+    def next(self, commands: Sequence[str]) -> None:
+        self._repeat_warnings()
+        for index, command in enumerate(commands):
+            for number, line in enumerate(wrap_command(printable(command), self.width - 6)):
+                self._show(("next  " if index == number == 0 else " " * 6) + line)
+
+    def document(self, document: Mapping[str, Any]) -> None:
+        pass
+
+    def _repeat_warnings(self) -> None:
+        for number in range(self._repeated, len(self._warnings)):
+            self._labelled(f"warning {number + 1}", [self._warnings[number]], Tone.BAD)
+        self._repeated = len(self._warnings)
+
+    def _labelled(self, label: str, lines: Sequence[str], tone: Tone) -> None:
+        """`label  text`, further lines below the text; the tone is that of the first line."""
+        indent = len(label) + 2
+        whole = "\n".join(printable(line) for line in lines).split("\n")
+        shown = [piece for line in whole for piece in wrap(line, self.width - indent)]
+        for number, text in enumerate(shown):
+            self._show(
+                (f"{label}  {text}" if number == 0 else " " * indent + text).rstrip(), tone if number == 0 else Tone.NORMAL
+            )
+
+
+class PlainConsole(TextConsole):
+    """Lines without control characters, for files and pipes: a record every `log_every` updates, lasting statuses, the rest.
+
+    A thread repeats a status while nothing else is printed; it runs from the first status to `close`.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        width: int = PLAIN_WIDTH,
+        *,
+        clock: Clock = time.monotonic,
+        silence_seconds: float = SILENCE_SECONDS,
+    ) -> None:
+        super().__init__(clock)
+        self._stream = stream
+        self._width = width
+        self._silence_seconds = silence_seconds
+        self._lock = threading.Lock()
+        self._printed_at = clock()
+        self._status = ""
+        self._status_since = 0.0
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._progress: TrainingProgress | None = None
+        self._log_every = 1
+
+    @property
+    def width(self) -> int:
+        return self._width
+
+    def status(self, text: str) -> None:
+        if not self._status:
+            self._status_since = self._clock()
+        self._status = text
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._repeat_status, name="console status", daemon=True)
+            self._thread.start()
+
+    def start_training(self, *, first_step: int, total_steps: int, log_every: int, baseline_loss: float | None = None) -> None:
+        self._progress = TrainingProgress(first_step, total_steps, log_every, baseline_loss, self._clock)
+        self._log_every = log_every
+
+    def step(self, record: StepRecord) -> None:
+        assert self._progress is not None, "start_training comes before the first step"
+        progress = self._progress
+        progress.update(record)
+        self._status = ""
+        first, last = progress.first_step + 1, progress.total_steps
+        if record.step in (first, last) or record.step % self._log_every == 0:
+            self._show(fit([progress.position(), *progress.quality(with_validation=False), *progress.speed()], self.width))
+        if record.val_loss is not None:
+            self._show(shorten(progress.evaluated(), self.width))
+
+    def block(self, label: str, lines: Sequence[str], tone: Tone = Tone.NORMAL) -> None:
+        self._status = ""
+        super().block(label, lines, tone)
+
+    def close(self) -> None:
+        self._status = ""
+        self._repeat_warnings()
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _show(self, line: str, tone: Tone = Tone.NORMAL) -> None:
+        encoding = self._stream.encoding or "utf-8"
+        with self._lock:
+            self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+            self._stream.flush()
+            self._printed_at = self._clock()
+
+    def _repeat_status(self) -> None:
+        while not self._closed.wait(self._silence_seconds / 10):
+            text, now = self._status, self._clock()
+            if text and now - self._printed_at >= self._silence_seconds:
+                elapsed = f" ({format_duration(now - self._status_since)})"
+                self._show(shorten(f"… {printable(text)}", self.width - len(elapsed)) + elapsed)
+
+
+class JsonConsole:
+    """Everything for people goes to another console (on standard error); standard output gets the document alone."""
+
+    def __init__(self, people: Console, stream: TextIO) -> None:
+        self._stream = stream
+        self.status = people.status
+        self.card = people.card
+        self.line = people.line
+        self.start_training = people.start_training
+        self.step = people.step
+        self.warn = people.warn
+        self.block = people.block
+        self.next = people.next
+        self.close = people.close
+
+    def document(self, document: Mapping[str, Any]) -> None:
+        self._stream.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+        self._stream.flush()
+
+
+def card_lines(title: str, rows: Sequence[Row], width: int) -> list[str]:
+    """A title and labelled rows as at most `CARD_LINES` lines of at most `width` columns.
+
+    Rows are wrapped; where that makes too many lines, the longest rows end in an ellipsis instead. Commands stay whole, even if the
+    card grows longer or a word of theirs sticks out.
+    """
+    assert len(rows) < CARD_LINES, "a card has a title and at most 13 rows"
+    indent = 2 + max((len(row.label) for row in rows), default=0) + 2
+    texts = [_row_lines(row, width - indent) for row in rows]
+    while sum(map(len, texts)) > CARD_LINES - 1:
+        longest = max(
+            (index for index, row in enumerate(rows) if not row.is_command and len(texts[index]) > 1),
+            key=lambda index: len(texts[index]),
+            default=None,
+        )
+        if longest is None:
+            break
+        kept = texts[longest][:-1]
+        texts[longest] = [*kept[:-1], shorten(f"{kept[-1]} {texts[longest][-1]}", width - indent)]
+    lines = [shorten(printable(title), width)]
+    for row, pieces in zip(rows, texts, strict=True):
+        lines += [f"  {row.label if number == 0 else '':<{indent - 2}}{piece}" for number, piece in enumerate(pieces)]
+    return lines
+
+
+def _row_lines(row: Row, width: int) -> list[str]:
+    text = printable(row.text).replace("\n", " ")
+    return wrap_command(text, width) if row.is_command else wrap(text, width)

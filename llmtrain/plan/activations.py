@@ -1,0 +1,263 @@
+"""The tensors one block leaves for its backward, one row each: what a memory forecast adds up.
+
+The rows follow `model/block.py` and the operations below it line by line: a result that autograd needs is `saved`, and one that
+selective recompute can keep carries the `family` that `recompute.keep` names. A tensor that two operations save is one row.
+
+Legend: B sequences of a micro-batch, T tokens of a sequence, n = B T, D channels of the residual stream, H query heads, G key-value
+heads, C channels of a head, F inner feed-forward width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from types import MappingProxyType
+
+from llmtrain.config.typed import (
+    FeedForwardKind,
+    LossConfig,
+    ModelConfig,
+    NormKind,
+    PositionKind,
+    RecomputeConfig,
+    RecomputeKind,
+)
+from llmtrain.plan.precision import BYTES, PrecisionTable
+from llmtrain.plan.shapes import block_shapes
+
+BOOL = 1
+RANDOM = 2
+"""Random bytes of one element's dropout."""
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class FusedAttention:
+    """What a backend that never holds whole matrices of weights needs besides operands and result."""
+
+    log_sum_exp: bool
+    """Whether one number per query and head is saved."""
+    mask_as_scores: bool
+    """Whether each layer turns the mask of documents into numbers of its own."""
+    scores_at_once: int = 0
+    """Scores of one block of queries, where these are tensors and not registers of a kernel."""
+    queries_at_once: int = 0
+
+
+FUSED_ATTENTION: Mapping[str, FusedAttention] = MappingProxyType(
+    {
+        "sdpa": FusedAttention(log_sum_exp=True, mask_as_scores=True),
+        "blocked": FusedAttention(log_sum_exp=False, mask_as_scores=False, scores_at_once=2**19, queries_at_once=128),
+    }
+)
+"""By attention backend; `reference`, the only other one, is written out in `_reference_rows`."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What decides the memory of one rank: a model, its dtypes, and how an update is cut up."""
+
+    model: ModelConfig
+    """With `vocab_size` settled."""
+    precision: PrecisionTable
+    micro_batch_size: int
+    num_microbatches: int
+    sequence_length: int
+    loss: LossConfig
+    recompute: RecomputeConfig
+    attention_backend: str
+    document_mask: bool
+    """Whether attention ends at the borders of documents inside a row."""
+
+    @property
+    def tokens(self) -> int:
+        """n: tokens of a micro-batch."""
+        return self.micro_batch_size * self.sequence_length
+
+
+class Part(Enum):
+    """Half of a block; in backward the feed-forward half is done, and freed, first."""
+
+    ATTENTION = "attention"
+    FEED_FORWARD = "feed_forward"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of one block and one micro-batch."""
+
+    tensor: str
+    bytes: int
+    part: Part
+    saved: bool = True
+    """Autograd holds it until the block's backward."""
+    family: str = ""
+    """Family of operations that made it, if `recompute.keep` can name it."""
+
+
+def block_rows(work: Workload) -> tuple[Row, ...]:
+    """Every tensor of a block that is saved or can be kept, but for the block's input (`block_input_bytes`)."""
+    return (
+        *_norm_rows(work, Part.ATTENTION),
+        *_projection_rows(work),
+        *_attention_rows(work),
+        *_norm_rows(work, Part.FEED_FORWARD),
+        *_feed_forward_rows(work),
+    )
+
+
+def block_input_bytes(work: Workload) -> int:
+    """The residual stream as it enters a block [n, D]."""
+    return work.tokens * work.model.dim * BYTES[work.precision.residual]
+
+
+def bytes_kept(work: Workload) -> int:
+    """Bytes a block holds between its forward and its backward."""
+    if work.recompute.kind is RecomputeKind.NONE:
+        return bytes_in_backward(work, frozenset(Part))
+    return block_input_bytes(work) + sum(row.bytes for row in block_rows(work) if row.family in work.recompute.keep)
+
+
+def bytes_in_forward(work: Workload) -> int:
+    """Highest bytes of a block while it is run with its backward in view: what it keeps and saves, and what dropout needs for a moment."""
+    keep, model = work.recompute.keep, work.model
+    rows = {
+        part: sum(row.bytes for row in block_rows(work) if row.part is part and (row.saved or row.family in keep))
+        for part in Part
+    }
+    matmul, softmax = BYTES[work.precision.matmul], BYTES[work.precision.softmax]
+    pairs = work.tokens * model.attention.num_heads * work.sequence_length  # B H T T
+    attention = _dropout_scratch(model.dropout.attention, pairs, softmax)
+    inner = _dropout_scratch(model.dropout.feed_forward, work.tokens * model.feed_forward.hidden_dim, matmul)
+    stream = _dropout_scratch(model.dropout.residual, work.tokens * model.dim, matmul)
+    halfway = rows[Part.ATTENTION] + attention
+    return block_input_bytes(work) + max(halfway, sum(rows.values()) + max(inner, stream))
+
+
+def _dropout_scratch(probability: float, elements: int, size: int) -> int:
+    """Of a tensor to drop from: itself, the same with zeros, and the random numbers."""
+    return elements * (2 * size + RANDOM) if probability > 0 else 0
+
+
+def bytes_in_backward(work: Workload, parts: frozenset[Part]) -> int:
+    """Bytes of a block whose backward has `parts` still to do."""
+    return block_input_bytes(work) + sum(row.bytes for row in block_rows(work) if row.part in parts and row.saved)
+
+
+def norm_statistics(work: Workload) -> int:
+    """What a norm over the channels of the stream saves besides its input: one (rms) or two (layer) numbers a token."""
+    return (1 if work.model.norm is NormKind.RMS else 2) * work.tokens * BYTES[work.precision.norm]
+
+
+def _norm_rows(work: Workload, part: Part) -> list[Row]:
+    """The norm in front of a half; it saves its input, which is the block's own in the first half."""
+    n, dim, precision = work.tokens, work.model.dim, work.precision
+    output = n * dim * BYTES[precision.matmul]
+    rows = []
+    if part is Part.FEED_FORWARD:
+        rows.append(Row("residual stream after attention", n * dim * BYTES[precision.residual], part))
+    if work.model.norm is NormKind.RMS:
+        return [*rows, Row("1 / root mean square", norm_statistics(work), part), Row("norm output", output, part)]
+    rows.append(Row("mean and 1 / deviation", norm_statistics(work), part, family="norm"))
+    if precision.norm == precision.matmul:
+        return [*rows, Row("norm output", output, part, family="norm")]
+    exact = Row("norm output before the cast", n * dim * BYTES[precision.norm], part, saved=False, family="norm")
+    return [*rows, exact, Row("norm output", output, part)]
+
+
+def _projection_rows(work: Workload) -> list[Row]:
+    """From the norm's output to queries, keys and values as attention takes them."""
+    heads, precision, part = work.model.attention, work.precision, Part.ATTENTION
+    size, rotary = BYTES[precision.matmul], work.model.position is PositionKind.ROTARY
+    fused = work.attention_backend != REFERENCE
+    rows = _weight_casts(work, part)
+    for name, num_heads in (("query", heads.num_heads), ("key", heads.num_kv_heads), ("value", heads.num_kv_heads)):
+        vectors = work.tokens * num_heads
+        width = vectors * heads.head_dim * size
+        normed, turned = heads.qk_norm and name != "value", rotary and name != "value"
+        # What fused attention saves is its operand: the projection itself unless a step in between makes another tensor.
+        unchanged = not normed and not turned and not work.document_mask
+        rows.append(Row(f"{name} projection", width, part, normed or (unchanged and fused), "matmul"))
+        if normed:
+            rows.append(Row(f"{name} norm: 1 / root mean square", vectors * BYTES[precision.norm], part))
+        if not unchanged:
+            rows.append(Row(f"{name} as attention takes it", width, part, saved=fused))
+    return rows
+
+
+def _attention_rows(work: Workload) -> list[Row]:
+    rows = _reference_rows(work) if work.attention_backend == REFERENCE else _fused_rows(work)
+    projected = work.tokens * work.model.dim * BYTES[work.precision.matmul]
+    rows.append(Row("output projection", projected, Part.ATTENTION, saved=False, family="matmul"))
+    return rows + _residual_dropout(work, Part.ATTENTION)
+
+
+def _reference_rows(work: Workload) -> list[Row]:
+    """Attention written out: whole matrices of weights, in the dtype of the softmax."""
+    heads, n, part, size = work.model.attention, work.tokens, Part.ATTENTION, BYTES[work.precision.softmax]
+    width = n * heads.num_heads * heads.head_dim  # n H C
+    pairs = n * heads.num_heads * work.sequence_length  # B H T T
+    mask = (n if work.document_mask else work.sequence_length) * work.sequence_length * BOOL  # [B, 1, T, T] or [T, T]
+    rows = [
+        Row("queries, keys and values per query head", 3 * width * size, part),
+        Row("scores", pairs * size, part, saved=False, family="attention"),
+        Row("attention weights", pairs * size, part),
+        Row("mask", mask, part),
+        Row("weighted values", width * size, part, saved=False, family="attention"),
+        Row("attention output", width * BYTES[work.precision.matmul], part),
+    ]
+    if work.model.dropout.attention > 0:
+        rows += [Row("attention dropout mask", pairs * BOOL, part), Row("attention weights, dropped", pairs * size, part)]
+    return rows
+
+
+def _fused_rows(work: Workload) -> list[Row]:
+    """Attention in pieces: besides queries, keys and values its result and what its kernel needs to make the weights again."""
+    heads, n, part = work.model.attention, work.tokens, Part.ATTENTION
+    kernel, size = FUSED_ATTENTION[work.attention_backend], BYTES[work.precision.matmul]
+    result = n * heads.num_heads * heads.head_dim * size  # [B, T, H, C]
+    rows = [Row("attention output", result, part, family="attention")]
+    if kernel.log_sum_exp:
+        rows.append(Row("log-sum-exp", n * heads.num_heads * BYTES[work.precision.softmax], part, family="attention"))
+    if work.document_mask:
+        rows.append(Row("attention output without padding", result, part))
+        if kernel.mask_as_scores:
+            rows.append(Row("mask as scores", n * work.sequence_length * size, part))
+    return rows
+
+
+def _feed_forward_rows(work: Workload) -> list[Row]:
+    precision, n, part = work.precision, work.tokens, Part.FEED_FORWARD
+    size = BYTES[precision.matmul]
+    inner = n * work.model.feed_forward.hidden_dim  # n F
+    dropped = work.model.dropout.feed_forward > 0
+    rows = [*_weight_casts(work, part), Row("up projection", inner * size, part, family="matmul")]
+    if work.model.feed_forward.kind is FeedForwardKind.SWIGLU:
+        rows += [
+            Row("gate projection", inner * size, part, family="matmul"),
+            Row("silu(gate)", inner * size, part, family="activation"),
+            Row("silu(gate) * up", inner * size, part, saved=not dropped),
+        ]
+    else:
+        rows.append(Row("gelu(up)", inner * size, part, saved=not dropped, family="activation"))
+    if dropped:
+        rows += [Row("inner dropout mask", inner * BOOL, part), Row("inner values, dropped", inner * size, part)]
+    rows.append(Row("down projection", n * work.model.dim * size, part, saved=False, family="matmul"))
+    return rows + _residual_dropout(work, part)
+
+
+def _weight_casts(work: Workload, part: Part) -> list[Row]:
+    """Copies of the master matrices in the matmul dtype, made in every forward and held for its backward."""
+    if work.precision.matmul == work.precision.weights:
+        return []
+    shapes = block_shapes(work.model).items()
+    elements = sum(prod(shape) for name, shape in shapes if name.startswith(f"{part.value}.") and len(shape) == 2)
+    return [Row("weights, cast", elements * BYTES[work.precision.matmul], part)]
+
+
+def _residual_dropout(work: Workload, part: Part) -> list[Row]:
+    if work.model.dropout.residual == 0:
+        return []
+    return [Row("residual dropout mask", work.tokens * work.model.dim * BOOL, part)]

@@ -1,0 +1,263 @@
+"""Settles a checked config on a machine: every degree, batch size, length and `auto` becomes a number or a name, with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from llmtrain.config.errors import PlanError, Problem
+from llmtrain.config.typed import (
+    BpeTokenizerConfig,
+    ByteTokenizerConfig,
+    ChunkedLoss,
+    Config,
+    ModelConfig,
+    Packing,
+    RecomputeConfig,
+    RecomputeKind,
+    ScheduleConfig,
+    ScheduleKind,
+    TrainConfig,
+)
+from llmtrain.plan.activations import Workload
+from llmtrain.plan.batch import MEMORY_SHARE, largest_micro_batch, settle_batch
+from llmtrain.plan.degrees import settle_degrees
+from llmtrain.plan.flops import flops_per_token
+from llmtrain.plan.memory import forecast_memory
+from llmtrain.plan.plan import Availability, Choice, Machine, Plan, SchedulePlan
+from llmtrain.plan.precision import PRECISION_TABLES
+from llmtrain.plan.report import format_bytes
+from llmtrain.plan.shapes import num_parameters, tied_parameters
+
+BYTE_VOCAB_SIZE = 258
+"""256 byte values, begin of text, end of text."""
+LONGEST_AUTO_WARMUP = 100
+AUTO_ATTENTION: Mapping[str, str] = MappingProxyType(
+    {
+        "blocked": "faster than sdpa on a CPU, keeps no T × T matrix either",
+        "sdpa": "the device's fused kernel, keeps no T × T matrix",
+    }
+)
+"""Attention backends that `auto` tries, best first, each with the reason to take it."""
+
+Choices = list[Choice]
+
+
+def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None) -> Plan:
+    """What will run, settled before a process or a tensor is made.
+
+    Args:
+        config: a checked config.
+        machine: the devices at hand, or those of a cluster description.
+        vocab_size: size of the prepared tokenizer; None where it is not prepared (bytes and bpe are known without data).
+
+    Raises:
+        PlanError: degrees, batch, memory, schedule, vocabulary or a named option do not fit; says which numbers, and what would.
+    """
+    for key, value in (("tokenizer", config.tokenizer.kind), ("optimizer", config.optimizer.kind)):
+        _require_available(key, value, machine)
+    model, vocab_choices = _settle_vocab(config, vocab_size)
+    precision_name, precision_choices = _settle_precision(config.precision, machine)
+    backend, attention_choices = _settle_attention(config, machine)
+    degrees, degree_choices = settle_degrees(config.parallelism, machine)
+    workload = Workload(
+        model=model,
+        precision=PRECISION_TABLES[precision_name],
+        micro_batch_size=1,
+        num_microbatches=1,
+        sequence_length=config.data.sequence_length,
+        loss=config.loss,
+        recompute=config.recompute,
+        attention_backend=backend,
+        document_mask=config.data.packing is Packing.DOCUMENT,
+    )
+    batch, batch_choices = settle_batch(
+        config.accumulation, config.data.sequence_length, degrees.data_ranks, _micro_batch_finder(workload, machine)
+    )
+    steps = config.train.steps or _steps_for(config.train, batch.tokens_per_step)
+    schedule, schedule_choices = settle_schedule(config.schedule, config.optimizer.lr, steps)
+    threads, thread_choices = _settle_threads(config, machine)
+    device_choices = _device_choice(config, machine)
+    return Plan(
+        device=machine.device,
+        threads=threads,
+        world_size=machine.world_size,
+        degrees=degrees,
+        batch=batch,
+        schedule=schedule,
+        precision_name=precision_name,
+        precision=workload.precision,
+        model=model,
+        tied=tied_parameters(model),
+        attention_backend=backend,
+        loss=config.loss,
+        recompute=config.recompute,
+        num_parameters=num_parameters(model),
+        flops_per_token=flops_per_token(model, batch.sequence_length, causal=True),
+        flops_per_token_full_attention=flops_per_token(model, batch.sequence_length, causal=False),
+        forecast=forecast_memory(
+            replace(workload, micro_batch_size=batch.micro_batch_size, num_microbatches=batch.num_microbatches)
+        ),
+        choices=(
+            *device_choices,
+            *precision_choices,
+            *attention_choices,
+            *batch_choices,
+            *thread_choices,
+            *degree_choices,
+            *vocab_choices,
+            *schedule_choices,
+        ),
+    )
+
+
+def settle_schedule(schedule: ScheduleConfig, peak_lr: float, steps: int) -> tuple[SchedulePlan, Choices]:
+    """Phase lengths in updates; raises PlanError when they are longer than the run."""
+    choices = []
+    warmup, decay = schedule.warmup_steps, 0
+    if warmup is None:
+        warmup = min(LONGEST_AUTO_WARMUP, steps // 10)
+        choices.append(Choice("schedule.warmup_steps", str(warmup), f"min({LONGEST_AUTO_WARMUP}, {steps} steps / 10)"))
+    if schedule.kind is ScheduleKind.WSD:
+        decay = steps // 5 if schedule.decay_steps is None else schedule.decay_steps
+    if warmup + decay > steps:
+        raise PlanError(_too_long(schedule, warmup, decay, steps))
+    return SchedulePlan(schedule.kind, peak_lr, peak_lr * schedule.min_lr_ratio, steps, warmup, decay), choices
+
+
+def _too_long(schedule: ScheduleConfig, warmup: int, decay: int, steps: int) -> Problem:
+    what = f"schedule.warmup_steps={'auto' if schedule.warmup_steps is None else warmup}"
+    if schedule.kind is not ScheduleKind.WSD:
+        return Problem(what, f"warm-up of {warmup} updates in a run of {steps}", f"{steps} or less, or a longer run")
+    if schedule.decay_steps is None:
+        origin = " (steps / 5)"
+    else:
+        origin, what = "", f"{what} schedule.decay_steps={decay}"
+    cures = []
+    if None not in (schedule.warmup_steps, schedule.decay_steps):
+        cures.append(f"train.steps={warmup + decay}")
+    if steps > warmup:
+        cures.append(f"schedule.decay_steps={steps - warmup}")
+    if steps > decay:
+        cures.append(f"schedule.warmup_steps={steps - decay}")
+    rule = f"warm-up of {warmup} + decay of {decay}{origin} = {warmup + decay} updates in a run of {steps}"
+    return Problem(what, rule, " or ".join(cures) or "a longer run")
+
+
+def _steps_for(train: TrainConfig, tokens_per_step: int) -> int:
+    """Updates that see at least the asked tokens."""
+    assert train.tokens is not None, "steps or tokens is set"
+    return -(-train.tokens // tokens_per_step)
+
+
+def _settle_vocab(config: Config, prepared: int | None) -> tuple[ModelConfig, Choices]:
+    kind, asked = config.tokenizer.kind, config.model.vocab_size
+    tokenizer = prepared
+    if tokenizer is None and isinstance(config.tokenizer, ByteTokenizerConfig):
+        tokenizer = BYTE_VOCAB_SIZE
+    if tokenizer is None and isinstance(config.tokenizer, BpeTokenizerConfig):
+        tokenizer = config.tokenizer.vocab_size
+    if asked is not None:
+        if tokenizer is not None and asked < tokenizer:
+            rule = f"at least the vocabulary of the {kind} tokenizer, {tokenizer}"
+            raise PlanError(Problem(f"model.vocab_size={asked}", rule, f"{tokenizer} or auto"))
+        return config.model, []
+    if tokenizer is None:
+        rule = f"the size of the {kind} tokenizer's vocabulary is only known after its data is prepared"
+        raise PlanError(Problem("model.vocab_size=auto", rule, "a number, or prepare the data first"))
+    reason = f"the {kind} tokenizer's vocabulary"
+    return replace(config.model, vocab_size=tokenizer), [Choice("model.vocab_size", str(tokenizer), reason)]
+
+
+def _settle_precision(asked: str, machine: Machine) -> tuple[str, Choices]:
+    if asked != "auto":
+        _require_available("precision", asked, machine)
+        return asked, []
+    if machine.bf16_native:
+        return "bf16", [Choice("precision", "bf16", f"this {machine.device} multiplies bf16 natively")]
+    return "fp32", [Choice("precision", "fp32", f"this {machine.device} does not multiply bf16 natively")]
+
+
+def _settle_attention(config: Config, machine: Machine) -> tuple[str, Choices]:
+    key, asked = "attention.backend", config.attention_backend
+    if asked != "auto":
+        _require_available(key, asked, machine)
+        return asked, []
+    if config.model.dropout.attention > 0:
+        return "reference", [Choice(key, "reference", "attention dropout needs the attention weights")]
+    refused = []
+    for name, reason in AUTO_ATTENTION.items():
+        entry = machine.options.get(f"{key}={name}", Availability(False, "not known on this machine"))
+        if entry.available:
+            return name, [Choice(key, name, reason)]
+        refused.append(f"{name}: {entry.reason}")
+    return "reference", [Choice(key, "reference", "; ".join(refused))]
+
+
+def _require_available(key: str, value: str, machine: Machine) -> None:
+    """Refuse a named option that the machine is known not to have; it is never replaced by another one."""
+    entry = machine.options.get(f"{key}={value}")
+    if entry is None or entry.available:
+        return
+    known = {
+        name.removeprefix(f"{key}="): other.available for name, other in machine.options.items() if name.startswith(f"{key}=")
+    }
+    cure = " or ".join(name for name, available in known.items() if available)
+    raise PlanError(Problem(f"{key}={value}", f"not available on {machine.device_name}: {entry.reason}", cure))
+
+
+def _settle_threads(config: Config, machine: Machine) -> tuple[int, Choices]:
+    if config.launch.threads is not None:
+        return config.launch.threads, []
+    threads = max(1, machine.cores // machine.world_size)
+    reason = f"{_counted(machine.cores, 'core')} / {_counted(machine.world_size, 'rank')}"
+    return threads, [Choice("launch.threads", str(threads), reason)]
+
+
+def _device_choice(config: Config, machine: Machine) -> Choices:
+    if config.launch.device != "auto":
+        return []
+    return [Choice("launch.device", machine.device, machine.device_reason.removeprefix("auto: "))]
+
+
+def _micro_batch_finder(workload: Workload, machine: Machine) -> Callable[[int], tuple[int, Choice]]:
+    """The micro-batch for `auto` as a function of a rank's batch."""
+
+    def find(per_rank: int) -> tuple[int, Choice]:
+        found = largest_micro_batch(
+            per_rank,
+            machine.memory_bytes,
+            lambda micro, count: forecast_memory(replace(workload, micro_batch_size=micro, num_microbatches=count)),
+        )
+        if found is None:
+            raise PlanError(_does_not_fit(replace(workload, num_microbatches=per_rank), machine))
+        return found
+
+    return find
+
+
+def _does_not_fit(workload: Workload, machine: Machine) -> Problem:
+    """Why a micro-batch of one sequence is too much, and the first change that makes it fit."""
+    forecast, limit = forecast_memory(workload), int(MEMORY_SHARE * machine.memory_bytes)
+    static = forecast.params + forecast.grads + forecast.optimizer
+    share = f"{MEMORY_SHARE:.0%} of {format_bytes(machine.memory_bytes)}"
+    rule = (
+        f"one sequence of {workload.sequence_length} tokens needs {format_bytes(forecast.total)} ({format_bytes(static)} for "
+        f"parameters, gradients and optimizer), limit {format_bytes(limit)} ({share})"
+    )
+    chunked = replace(workload, loss=ChunkedLoss(min(1024, workload.sequence_length)))
+    recomputed = replace(workload, recompute=RecomputeConfig(RecomputeKind.FULL, ()))
+    options = {
+        "loss=chunked": chunked,
+        "recompute=full": recomputed,
+        "recompute=full loss=chunked": replace(recomputed, loss=chunked.loss),
+    }
+    needs = {words: forecast_memory(option).total for words, option in options.items() if option != workload}
+    fitting = [f"{words} (needs {format_bytes(need)})" for words, need in needs.items() if need <= limit]
+    cure = fitting[0] if fitting else "a smaller model (model.dim, model.num_layers) or a shorter data.sequence_length"
+    return Problem("accumulation.micro_batch_size=auto", rule, cure)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

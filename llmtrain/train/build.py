@@ -1,0 +1,258 @@
+"""The composition root of a training: from a composed config to a finished run folder. Nothing below here sees the whole config."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from llmtrain.checkpoint.store import CheckpointStore, Loaded
+from llmtrain.config.compose import Composed
+from llmtrain.config.errors import DataError, ExitCode, LlmtrainError, Problem
+from llmtrain.data.corpus import Corpus, build_corpus
+from llmtrain.dist.runtime import configure_process
+from llmtrain.dist.world import read_launch
+from llmtrain.metrics.console import Console, Tone
+from llmtrain.metrics.memory import StorageLedger
+from llmtrain.metrics.meters import DeviceMemory
+from llmtrain.metrics.sinks import JsonlSink, open_sink
+from llmtrain.metrics.throughput import PeakFlops, Throughput, peak_flops
+from llmtrain.ops.dtypes import DTYPES
+from llmtrain.plan.make_plan import make_plan
+from llmtrain.plan.plan import Machine, Plan
+from llmtrain.train.assemble import build_engine
+from llmtrain.train.card import bits_per_byte, card_rows, done_lines, sample_text
+from llmtrain.train.engine_native import NativeEngine
+from llmtrain.train.machine import detect_machine
+from llmtrain.train.memory_errors import explained_memory_errors
+from llmtrain.train.reporter import Reporter
+from llmtrain.train.run_folder import Opening, RunFolder, Start, describe_environment, resolve_run_folder
+from llmtrain.train.signals import StopSignals
+from llmtrain.train.state import TrainState
+from llmtrain.train.trainer import Outcome, Trainer
+
+LEDGER_UPDATES = 2
+"""Updates of each start whose memory is measured."""
+
+
+def train(composed: Composed, console: Console) -> ExitCode:
+    """Train, or resume, or say that there is nothing left to do.
+
+    Returns:
+        DONE, or REQUEUE after a signal and a save.
+
+    Raises:
+        LlmtrainError: with the exit code of its kind; status.json of the run folder repeats it once there is a folder.
+    """
+    config = composed.config
+    console.status("looking at the machine")
+    machine = detect_machine(config.launch)
+    corpus = build_corpus(
+        config.data, config.tokenizer, seed=config.run.seed, vocab_size=config.model.vocab_size, progress=console.status
+    )
+    plan = make_plan(config, machine, vocab_size=corpus.tokenizer.vocab_size)
+    configure_process(threads=plan.threads, deterministic=config.train.deterministic)
+    folder = _folder(composed)
+    folder.create()
+    with folder.lock():
+        opening = folder.decide(composed.wire, plan, origins=composed.origins)
+        if opening.start is Start.FINISHED:
+            console.line(opening.message)
+            console.next([f"llmtrain generate {folder.path}", f"llmtrain evaluate {folder.path}"])
+            console.document({"run": str(folder.path), "code": int(ExitCode.DONE), "message": opening.message})
+            return ExitCode.DONE
+        environment = describe_environment(plan.device, machine.device_name, plan.threads)
+        folder.record_start(composed.wire, composed.words, plan, environment, opening)
+        with _status_of_failures(folder):
+            return _Run(composed, console, machine, corpus, plan, folder, opening).carry_out()
+
+
+class _Run:
+    """One start of a run inside its locked folder."""
+
+    def __init__(
+        self,
+        composed: Composed,
+        console: Console,
+        machine: Machine,
+        corpus: Corpus,
+        plan: Plan,
+        folder: RunFolder,
+        opening: Opening,
+    ) -> None:
+        self._config = composed.config
+        self._console = console
+        self._machine = machine
+        self._corpus = corpus
+        self._plan = plan
+        self._folder = folder
+        self._opening = opening
+        self._store = CheckpointStore(folder.checkpoints, composed.config.checkpoint.keep)
+        self._ledger = StorageLedger(torch.device(plan.device), LEDGER_UPDATES)
+        self._began = time.monotonic()
+
+    def carry_out(self) -> ExitCode:
+        """Build or restore, train, and tell how it went."""
+        config, plan, console = self._config, self._plan, self._console
+        console.status("building the model")
+        with explained_memory_errors(plan):
+            engine = build_engine(config, plan, self._ledger)
+        state = self._restore(engine)
+        console.status("measuring the speed of a matrix product")
+        peak = peak_flops(torch.device(plan.device), DTYPES[plan.precision.matmul])
+        self._show_card(peak)
+        with _opened_sink(self._folder, state.step) as sink, StopSignals() as stop:
+            reporter = self._reporter(sink, peak)
+            trainer = self._trainer(engine, state, reporter, stop)
+            console.start_training(
+                first_step=state.step,
+                total_steps=trainer.last_step,
+                log_every=config.train.log_every,
+                baseline_loss=self._baseline_loss(),
+            )
+            console.status("first update")
+            with explained_memory_errors(plan):
+                outcome = trainer.fit()
+        return self._finish(engine, state, reporter, outcome, stop)
+
+    def _restore(self, engine: NativeEngine) -> TrainState:
+        """The state of the newest good checkpoint, or that of a run that begins."""
+        if self._opening.start is Start.FRESH:
+            return TrainState()
+        self._console.status("loading the checkpoint")
+        loaded = self._store.load()
+        for reason in loaded.skipped:
+            self._console.warn(f"checkpoint passed over: {reason}")
+        _check_data(loaded, self._corpus)
+        engine.load_state(loaded.tensors)
+        self._console.line(f"{self._opening.message}: going on from step {loaded.step}")
+        for change in self._opening.changes:
+            self._console.line(f"  changed  {change}")
+        return TrainState.from_dict(loaded.state["train"])
+
+    def _show_card(self, peak: PeakFlops) -> None:
+        config, path = self._config, self._folder.path
+        name = path.relative_to(config.run.dir) if path.is_relative_to(config.run.dir) else path
+        resume = f"llmtrain run.name={name} and the same words"
+        rows = card_rows(config, self._plan, self._machine, self._corpus, peak, path, resume)
+        self._console.card(f"llmtrain train · {path}", rows)
+
+    def _reporter(self, sink: JsonlSink, peak: PeakFlops) -> Reporter:
+        device = torch.device(self._plan.device)
+        return Reporter(
+            plan=self._plan,
+            console=self._console,
+            sink=sink,
+            ledger=self._ledger,
+            device_memory=DeviceMemory(device),
+            peak_flops=peak.flops_per_second * self._plan.world_size,
+            throughput=Throughput(),
+        )
+
+    def _trainer(self, engine: NativeEngine, state: TrainState, reporter: Reporter, stop: StopSignals) -> Trainer:
+        return Trainer(
+            plan=self._plan,
+            train=self._config.train,
+            checkpoint=self._config.checkpoint,
+            engine=engine,
+            corpus=self._corpus,
+            store=self._store,
+            state=state,
+            reporter=reporter,
+            stop=stop,
+        )
+
+    def _baseline_loss(self) -> float | None:
+        """Validation loss in nats per token of guessing by byte frequency; None where there is no text."""
+        bits = self._corpus.byte_frequency_bits
+        return None if bits is None else bits * math.log(2) * self._corpus.bytes_per_token
+
+    def _finish(
+        self, engine: NativeEngine, state: TrainState, reporter: Reporter, outcome: Outcome, stop: StopSignals
+    ) -> ExitCode:
+        config, console, path = self._config, self._console, self._folder.path
+        val_loss = None if reporter.last is None else reporter.last.val_loss
+        lines = done_lines(
+            self._plan,
+            self._corpus,
+            state,
+            seconds=time.monotonic() - self._began,
+            tokens_per_second=reporter.tokens_per_second(),
+            val_loss=val_loss,
+            measured_peak_bytes=reporter.measured_peak_bytes,
+        )
+        code = ExitCode.REQUEUE if outcome is Outcome.SIGNAL else ExitCode.DONE
+        reason = f"stopped by {stop.received.name}" if code is ExitCode.REQUEUE and stop.received else outcome.value
+        self._folder.write_status(int(code), state.step, reason)
+        document = {"run": str(path), "code": int(code), "reason": reason, "step": state.step}
+        if val_loss is not None:
+            document |= {"val_loss": val_loss, "bits_per_byte": self._bits(val_loss)}
+        if code is ExitCode.REQUEUE:
+            console.block("stopped", lines, Tone.BAD)
+            console.next([f"llmtrain run.name={path.name} and the same words resume at step {state.step}"])
+        else:
+            console.block("done", lines, Tone.GOOD)
+            text = sample_text(engine.model, self._corpus, config)
+            if text is not None:
+                console.block("sample", text.splitlines() or [""])
+                document["sample"] = text
+            console.next(
+                [f'llmtrain generate {path} generate.prompt="import "', f"llmtrain evaluate {path}", f"run folder {path}"]
+            )
+        console.document(document)
+        return code
+
+    def _bits(self, loss: float) -> float | None:
+        return None if self._corpus.byte_frequency_bits is None else bits_per_byte(loss, self._corpus)
+
+
+def _folder(composed: Composed) -> RunFolder:
+    """Where this run belongs; a name is drawn when none was given, the same one for a requeued Slurm job."""
+    config = composed.config
+    label = composed.groups.get("experiment") or composed.groups.get("model") or "run"
+    job_id = read_launch(os.environ, config.launch.nproc).job_id
+    return resolve_run_folder(Path(config.run.dir), config.run.name, label, job_id=job_id)
+
+
+def _check_data(loaded: Loaded, corpus: Corpus) -> None:
+    """Raise DataError when the data is not what the checkpoint was trained on."""
+    if loaded.state["data_fingerprint"] != corpus.fingerprint:
+        raise DataError(
+            Problem(
+                f"the data differs from that of checkpoint step {loaded.step}",
+                "a resumed run reads the samples that follow those it has read; other text, tokenizer or packing has no such order",
+                "the text the run was started with, or another run.name",
+            )
+        )
+
+
+@contextmanager
+def _opened_sink(folder: RunFolder, resumed_step: int) -> Iterator[JsonlSink]:
+    sink = open_sink(folder.metrics_file, resumed_step)
+    try:
+        yield sink
+    finally:
+        sink.close()
+
+
+@contextmanager
+def _status_of_failures(folder: RunFolder) -> Iterator[None]:
+    """Whatever ends the run, status.json says so before the process ends."""
+    try:
+        yield
+    except LlmtrainError as error:
+        _write_failure(folder, int(error.exit_code), error.problems[0].what)
+        raise
+    except BaseException as error:
+        _write_failure(folder, int(ExitCode.FAULT), f"{type(error).__name__}: {error}")
+        raise
+
+
+def _write_failure(folder: RunFolder, code: int, reason: str) -> None:
+    steps = CheckpointStore(folder.checkpoints, 1).published()
+    folder.write_status(code, steps[-1] if steps else 0, reason)

@@ -1,0 +1,148 @@
+"""What a training says before its first and after its last update."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from llmtrain.config.typed import Config, Packing, RecomputeKind, SyntheticData
+from llmtrain.data.corpus import Corpus
+from llmtrain.metrics.console import Row
+from llmtrain.metrics.format import format_count, format_duration, format_flops
+from llmtrain.metrics.throughput import PeakFlops
+from llmtrain.model.generate import generate
+from llmtrain.model.transformer import Transformer
+from llmtrain.plan.plan import Machine, MemoryForecast, Plan
+from llmtrain.plan.report import format_bytes
+from llmtrain.train.state import TrainState
+
+SAMPLE_TOKENS = 240
+CATEGORIES = ("params", "grads", "optimizer", "activations", "loss", "other")
+ROW_KEYS = ("launch.device", "launch.threads", "model.vocab_size", "schedule.warmup_steps", "parallelism.dp_replicate")
+"""Choices whose row of the card already shows them."""
+
+
+def card_rows(
+    config: Config, plan: Plan, machine: Machine, corpus: Corpus, peak: PeakFlops, folder: Path, resume: str
+) -> list[Row]:
+    """The run card: device, model, data, batch, every choice of `auto`, the forecast, where it goes and how to resume."""
+    reasons = {choice.key: choice for choice in plan.choices}
+    device = [plan.device, machine.device_name, _plural(plan.threads, "thread"), _speed(plan, peak)]
+    if "launch.device" in reasons:
+        device.append(f"(auto: {reasons['launch.device'].reason})")
+    rows = [
+        Row("device", " · ".join(device[:-1]) + f"   {device[-1]}" if "launch.device" in reasons else " · ".join(device)),
+        Row("model", _model(plan)),
+        Row("data", f"{corpus.summary}{_borders(config)}"),
+        Row("batch", _batch(plan)),
+        Row("schedule", _schedule(plan)),
+    ]
+    chosen = [f"{c.key} {c.value} (auto: {c.reason})" for c in plan.choices if c.key not in ROW_KEYS]
+    if chosen:
+        rows.append(Row("chosen", " · ".join(chosen)))
+    if plan.recompute.kind is not RecomputeKind.NONE:
+        kept = f", keeping {', '.join(plan.recompute.keep)}" if plan.recompute.keep else ""
+        rows.append(Row("recompute", f"{plan.recompute.kind}{kept}"))
+    rows.append(Row("forecast", f"peak {format_bytes(plan.forecast.total)}: {_categories(plan.forecast)}"))
+    rows.append(Row("folder", str(folder)))
+    rows.append(Row("resume", resume, is_command=True))
+    return rows
+
+
+def done_lines(
+    plan: Plan,
+    corpus: Corpus,
+    state: TrainState,
+    *,
+    seconds: float,
+    tokens_per_second: float,
+    val_loss: float | None,
+    measured_peak_bytes: int | None,
+) -> list[str]:
+    """How the run went: time, validation loss beside that of byte frequencies, forecast beside measurement."""
+    first = [f"{state.step} of {plan.steps} steps in {format_duration(seconds)}", f"{format_count(tokens_per_second)} tokens/s"]
+    if val_loss is not None:
+        first.append(_validation(val_loss, corpus))
+    second = [f"{_plural(state.skipped, 'batch', 'es')} skipped" if state.skipped else "nothing skipped"]
+    if measured_peak_bytes is not None:
+        off = measured_peak_bytes / plan.forecast.total - 1
+        second.insert(
+            0, f"forecast {format_bytes(plan.forecast.total)}, measured {format_bytes(measured_peak_bytes)} ({off:+.0%})"
+        )
+    second.append(f"saved at step {state.step}")
+    return [" · ".join(first), " · ".join(second)]
+
+
+def sample_text(model: Transformer, corpus: Corpus, config: Config) -> str | None:
+    """A text the trained model makes from nothing; None for data that is no text."""
+    if isinstance(config.data.source, SyntheticData):
+        return None
+    settings = config.generate
+    tokenizer = corpus.tokenizer
+    ids = generate(model, [tokenizer.bos_id], settings, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size)
+    return tokenizer.decode(list(ids))
+
+
+def bits_per_byte(loss: float, corpus: Corpus) -> float:
+    """Loss in nats per token → bits per byte of text."""
+    return loss / math.log(2) / corpus.bytes_per_token
+
+
+def _validation(loss: float, corpus: Corpus) -> str:
+    if corpus.byte_frequency_bits is None:
+        return f"val {loss:.4f}"
+    return f"val {loss:.4f} = {bits_per_byte(loss, corpus):.2f} bits/byte (byte frequencies alone: {corpus.byte_frequency_bits:.2f})"
+
+
+def _speed(plan: Plan, peak: PeakFlops) -> str:
+    return f"{plan.precision.matmul} matmul {format_flops(peak.flops_per_second)} ({peak.source})"
+
+
+def _model(plan: Plan) -> str:
+    model = plan.model
+    heads = f"{model.attention.num_heads} heads"
+    if model.attention.num_kv_heads != model.attention.num_heads:
+        heads += f" / {model.attention.num_kv_heads} kv"
+    parts = (
+        f"{format_count(plan.num_parameters)} parameters",
+        f"{model.num_layers} layers × {model.dim}",
+        heads,
+        f"{model.norm} norm",
+        f"{model.position} positions",
+        str(model.feed_forward.kind),
+        f"vocabulary {model.vocab_size:,}",
+    )
+    return " · ".join(parts)
+
+
+def _borders(config: Config) -> str:
+    """Whether packed documents see each other must never be a surprise."""
+    if config.data.packing is Packing.CONCAT:
+        return " · packed, attention crosses document borders"
+    return f" · {config.data.packing}, attention stays inside documents"
+
+
+def _batch(plan: Plan) -> str:
+    batch = plan.batch
+    return (
+        f"{batch.global_batch_size} sequences × {batch.sequence_length:,} tokens = {batch.tokens_per_step:,} tokens/update = "
+        f"{_plural(batch.num_microbatches, 'micro-batch', 'es')} × {batch.micro_batch_size} × "
+        f"{_plural(plan.degrees.data_ranks, 'rank')}"
+    )
+
+
+def _schedule(plan: Plan) -> str:
+    schedule = plan.schedule
+    decay = f", decay over the last {schedule.decay_steps}" if schedule.decay_steps else ""
+    return (
+        f"{plan.steps:,} updates = {format_count(plan.steps * plan.batch.tokens_per_step)} tokens · {schedule.kind}, "
+        f"peak {schedule.peak_lr:g} after {_plural(schedule.warmup_steps, 'update')}{decay}, last {schedule.min_lr:g}"
+    )
+
+
+def _categories(forecast: MemoryForecast) -> str:
+    return " · ".join(f"{name} {format_bytes(getattr(forecast, name))}" for name in CATEGORIES)
+
+
+def _plural(count: int, noun: str, ending: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else ending}"

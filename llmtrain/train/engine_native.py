@@ -1,0 +1,88 @@
+"""The Engine on plain torch: accumulate, measure the norm, decide, clip, step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from llmtrain.checkpoint.store import match_tensors
+from llmtrain.data.loader import Batch
+from llmtrain.model.transformer import Transformer
+from llmtrain.ops.cross_entropy import LossFunction
+from llmtrain.optim.build import Optimizer
+from llmtrain.optim.clip import clip_by_norm, global_norm
+from llmtrain.optim.schedule import learning_rate
+from llmtrain.plan.plan import SchedulePlan
+from llmtrain.train.engine import EvaluationResult, StepResult
+from llmtrain.train.forward_backward import ForwardBackward, evaluate_batches
+
+MODEL_PREFIX = "model/"
+OPTIMIZER_PREFIX = "optimizer/"
+
+
+class NativeEngine:
+    """Model, loss and optimizer on one device."""
+
+    def __init__(
+        self,
+        *,
+        model: Transformer,
+        loss: LossFunction,
+        forward_backward: ForwardBackward,
+        optimizer: Optimizer,
+        schedule: SchedulePlan,
+        clip_norm: float | None,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self._loss = loss
+        self._forward_backward = forward_backward
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._clip_norm = clip_norm
+        self._seed = seed
+        self._device = device
+
+    def train_step(self, update: int, microbatches: Sequence[Batch]) -> StepResult:
+        """Make update number `update`; one division by the target tokens of the whole update, then norm, decision, clip and step.
+
+        Whether the update is finite is decided on the loss and the norm before anything is changed, so a skipped batch leaves weights,
+        moments and step counts exactly as they were.
+        """
+        lr = learning_rate(self._schedule, update)
+        num_targets = sum(batch.num_targets for batch in microbatches)
+        on_device = [batch.to(self._device) for batch in microbatches]
+        loss_sum = self._forward_backward.run(on_device, seed=self._seed, update=update, num_targets=max(num_targets, 1))
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        loss, norm = torch.stack((loss_sum / max(num_targets, 1), global_norm(gradients))).tolist()
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
+            clip_by_norm(gradients, norm, self._clip_norm)
+            self._optimizer.step(lr)
+        self._optimizer.zero_grad()
+        return StepResult(loss=loss, grad_norm=norm, lr=lr, skipped=not finite)
+
+    def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:
+        """Token mean over all targets of `batches`; mode, gradients and counters of the training stay as they were."""
+        was_training = self.model.training
+        self.model.eval()
+        result = evaluate_batches(self.model, self._loss, batches, self._device)
+        self.model.train(was_training)
+        return result
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights (each tied tensor once, under its first name) and optimizer state."""
+        weights = {MODEL_PREFIX + name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return weights | {OPTIMIZER_PREFIX + name: tensor for name, tensor in self._optimizer.state().items()}
+
+    @torch.no_grad()
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Raises StorageError listing every missing, extra, mis-shaped or mis-typed tensor; loads nothing in that case."""
+        own = self.state()
+        match_tensors(own, tensors, "checkpoint")
+        for name, target in own.items():
+            target.copy_(tensors[name])

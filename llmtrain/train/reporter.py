@@ -1,0 +1,110 @@
+"""Watches a training: times each update, measures its memory, and hands the record to the file and the console."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from llmtrain.metrics.console import Console
+from llmtrain.metrics.memory import Ledger, MemorySummary
+from llmtrain.metrics.meters import DeviceMemory, StepRecord
+from llmtrain.metrics.sinks import JsonlSink
+from llmtrain.metrics.throughput import Rate, Throughput, mfu
+from llmtrain.plan.plan import Plan
+from llmtrain.train.engine import StepResult
+from llmtrain.train.state import TrainState
+
+
+class Reporter:
+    """Reads what the trainer does and changes none of it.
+
+    Args:
+        peak_flops: matmul FLOP/s of all devices of the run.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        console: Console,
+        sink: JsonlSink,
+        ledger: Ledger,
+        device_memory: DeviceMemory,
+        peak_flops: float,
+        throughput: Throughput,
+    ) -> None:
+        self._plan = plan
+        self._console = console
+        self._sink = sink
+        self._ledger = ledger
+        self._device_memory = device_memory
+        self._peak_flops = peak_flops
+        self._throughput = throughput
+        self._rate = Rate(0.0, 0)
+        self._memory: MemorySummary | None = None
+        self._skipped = 0
+        self.last: StepRecord | None = None
+        """The newest record of this process."""
+        self.measured_peak_bytes: int | None = None
+        """Highest bytes of any update that was measured."""
+
+    def start(self) -> None:
+        """The first update is about to begin."""
+        self._throughput.start()
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Around one update, data included."""
+        self._device_memory.start_step()
+        with self._ledger.window():
+            yield
+        self._rate = self._throughput.step(self._plan.batch.tokens_per_step)
+        self._memory = self._ledger.summary()
+
+    @contextmanager
+    def aside(self, what: str) -> Iterator[None]:
+        """Around work that belongs to no update; `what` is shown while it lasts."""
+        self._console.status(what)
+        with self._throughput.excluded():
+            yield
+        self._console.status("")
+
+    def skipped(self, state: TrainState, result: StepResult) -> None:
+        """The batch was consumed but made no step."""
+        self._skipped += 1
+        self._console.warn(
+            f"skipped a batch before step {state.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} "
+            f"({state.skipped_since_step} in a row)"
+        )
+
+    def report(self, state: TrainState, result: StepResult, val_loss: float | None) -> None:
+        """Write the record of the update just made."""
+        speed = self._rate.tokens_per_second
+        record = StepRecord(
+            step=state.step,
+            tokens=state.consumed_tokens,
+            loss=result.loss,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            step_seconds=self._rate.seconds,
+            tokens_per_second=speed,
+            mfu=mfu(speed, self._plan.flops_per_token, self._peak_flops),
+            peak_memory_bytes=self._device_memory.peak_bytes(self._memory),
+            memory=self._memory,
+            skipped=self._skipped,
+            val_loss=val_loss,
+        )
+        self._skipped = 0
+        self.last = record
+        if record.peak_memory_bytes is not None:
+            self.measured_peak_bytes = max(record.peak_memory_bytes, self.measured_peak_bytes or 0)
+        self._sink.write(record)
+        self._console.step(record)
+
+    def sync(self) -> None:
+        """Make all records durable; a checkpoint that follows counts on them."""
+        self._sink.sync()
+
+    def tokens_per_second(self) -> float:
+        """Speed over all updates of this process."""
+        return self._throughput.total().tokens_per_second

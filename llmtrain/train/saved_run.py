@@ -1,0 +1,139 @@
+"""A run folder looked at again: score its validation text, or let its model write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmtrain.checkpoint.store import CheckpointStore, match_tensors
+from llmtrain.config.compose import config_from_wire
+from llmtrain.config.errors import Problem, StorageError
+from llmtrain.config.typed import Config, LaunchConfig, SyntheticData
+from llmtrain.data.corpus import build_corpus
+from llmtrain.data.tokenizer import Tokenizer, load_tokenizer
+from llmtrain.dist.runtime import configure_process
+from llmtrain.model.generate import generate
+from llmtrain.model.init import build_on_meta
+from llmtrain.model.transformer import Transformer
+from llmtrain.ops.cross_entropy import build_loss
+from llmtrain.plan.make_plan import make_plan
+from llmtrain.plan.plan import Plan
+from llmtrain.train.engine_native import MODEL_PREFIX
+from llmtrain.train.forward_backward import evaluate_batches
+from llmtrain.train.machine import detect_machine
+from llmtrain.train.run_folder import existing_run_folder
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A trained model with what is needed to use it."""
+
+    config: Config
+    """That of the run."""
+    plan: Plan
+    model: Transformer
+    tokenizer: Tokenizer
+    step: int
+    data_fingerprint: str
+    skipped: tuple[str, ...]
+    """Newer checkpoints that are damaged."""
+
+
+def load_run(path: Path, launch: LaunchConfig, step: int | None = None) -> SavedRun:
+    """Load the model of a run folder in the precision it was trained in.
+
+    Args:
+        path: the run folder.
+        launch: device and threads to use now.
+        step: the checkpoint; None = the newest good one.
+
+    Raises:
+        StorageError: no run, no such checkpoint, or tensors that do not fit the config.
+    """
+    folder = existing_run_folder(path)
+    wire = folder.read_config()
+    assert wire is not None, "existing_run_folder has seen config.yaml"
+    loaded = CheckpointStore(folder.checkpoints, keep=1).load(step)
+    tokenizer = load_tokenizer(loaded.state["tokenizer"])
+    config = replace(config_from_wire(wire), launch=launch, precision=folder.read_precision())
+    plan = make_plan(config, detect_machine(launch), vocab_size=tokenizer.vocab_size)
+    configure_process(threads=plan.threads, deterministic=config.train.deterministic)
+    model = build_on_meta(plan)
+    saved = {
+        name.removeprefix(MODEL_PREFIX): tensor for name, tensor in loaded.tensors.items() if name.startswith(MODEL_PREFIX)
+    }
+    match_tensors(dict(model.named_parameters()), saved, "weights")
+    model.to_empty(device=plan.device)
+    model.load_state_dict(saved, strict=False, assign=False)
+    return SavedRun(config, plan, model.eval(), tokenizer, loaded.step, loaded.state["data_fingerprint"], loaded.skipped)
+
+
+def evaluate_run(path: Path, config: Config, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Score a checkpoint on every validation token, or the first `evaluate.tokens`.
+
+    Args:
+        config: this command's; only `evaluate` and `launch` are read.
+
+    Raises:
+        StorageError: see `load_run`; or the text is not what the run was trained on.
+    """
+    progress("loading the checkpoint")
+    run = load_run(path, config.launch, config.evaluate.step)
+    corpus = build_corpus(
+        run.config.data,
+        run.config.tokenizer,
+        seed=run.config.run.seed,
+        vocab_size=run.config.model.vocab_size,
+        progress=progress,
+    )
+    if corpus.fingerprint != run.data_fingerprint:
+        rule = "its validation text, tokenizer or packing is not what the run was trained with, so the loss would mean nothing"
+        raise StorageError(Problem(f"the data of {path} has changed", rule, "the text the run was started with"))
+    progress("scoring the validation text")
+    batches = corpus.validation.batches(config.evaluate.batch_size, config.evaluate.tokens)
+    loss = build_loss(run.plan.loss, run.plan.precision)
+    result = evaluate_batches(run.model, loss, batches, torch.device(run.plan.device))
+    document = {
+        "run": str(path),
+        "step": run.step,
+        "loss": result.loss,
+        "perplexity": math.exp(result.loss),
+        "targets": result.num_targets,
+    }
+    if corpus.byte_frequency_bits is not None:
+        document["bits_per_byte"] = result.loss / math.log(2) / corpus.bytes_per_token
+        document["byte_frequency_bits_per_byte"] = corpus.byte_frequency_bits
+    return document
+
+
+def generate_text(path: Path, config: Config) -> Iterator[str]:
+    """The continuation of `generate.prompt`, in pieces as they come.
+
+    Args:
+        config: this command's; only `generate` and `launch` are read.
+
+    Raises:
+        StorageError: see `load_run`; or the run's data is no text.
+    """
+    settings = config.generate
+    run = load_run(path, config.launch, settings.step)
+    if isinstance(run.config.data.source, SyntheticData):
+        raise StorageError(Problem(f"{path} was trained on synthetic tokens", "there is no text to generate", "a run on text"))
+    tokenizer = run.tokenizer
+    prompt = [tokenizer.bos_id] if run.config.data.bos or not settings.prompt else []
+    prompt += [int(token) for token in tokenizer.encode(settings.prompt)]
+    ids: list[int] = []
+    shown = ""
+    for token in generate(run.model, prompt, settings, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size):
+        ids.append(token)
+        # A character may need several tokens: what ends in a replacement character is held back until it is complete.
+        text = tokenizer.decode(ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}") and text.startswith(shown):
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(ids)[len(shown) :]

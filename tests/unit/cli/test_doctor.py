@@ -1,0 +1,53 @@
+"""The doctor's report: every option of every group has an answer, and the answers are those of the parts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from llmtrain.cli.dispatch import dispatch
+from llmtrain.cli.doctor import PACKAGES, option_table
+from llmtrain.config.compose import group_options
+from llmtrain.config.keys import choice_key
+from llmtrain.config.schema import GROUPS
+from llmtrain.plan.plan import Availability
+from llmtrain.train.machine import options_here
+
+
+def test_report_covers_every_group_option_and_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dispatch(["doctor", "output=json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report["versions"]) == {"python", *PACKAGES}
+    assert report["machine"]["device"] in ("cpu", "cuda") and report["machine"]["cores"] >= 1
+    for group in GROUPS:
+        info = choice_key(group)
+        words = {*info.choices, *info.later} if info else set()
+        assert set(report["options"][group]) == set(group_options().get(group, {})) | words
+    for options in report["options"].values():
+        assert all(found["available"] == (found["reason"] == "") for found in options.values())
+    assert report["options"]["precision"]["fp8"]["reason"] == "not available in this version"
+
+
+def test_page_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dispatch(["doctor"]) == 0
+    page = capsys.readouterr().out
+    assert all(option in page for options in group_options().values() for option in options)
+    assert "torch" in page and "(auto: " in page
+
+
+def test_reasons_come_from_the_parts() -> None:
+    reason = Availability(False, "not installed")
+    listed = {"tokenizer": ["byte", "bpe"], "attention": ["sdpa"]}
+    table = option_table(listed, {"tokenizer=bpe": reason, "attention.backend=sdpa": reason})
+    assert table["tokenizer"]["bpe"] == reason and table["attention"]["sdpa"] == reason
+    assert table["tokenizer"]["byte"].available and not table["tokenizer"]["tiktoken"].available
+    assert table["cluster"] == {}
+
+
+def test_parts_answer_for_options_that_exist() -> None:
+    known = {f"{group}={option}" for group in GROUPS for option in group_options().get(group, {})}
+    known |= {f"{info.name}={word}" for info in map(choice_key, GROUPS) if info for word in info.choices}
+    answers = options_here("cpu")
+    assert set(answers) <= known
+    assert {"attention.backend=sdpa", "tokenizer=bpe", "optimizer=adamw", "launch=cuda"} <= set(answers)

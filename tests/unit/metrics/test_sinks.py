@@ -1,0 +1,184 @@
+"""metrics.jsonl: exact, valid JSON, each step once whatever happened before."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmtrain.config.errors import StorageError
+from llmtrain.metrics.memory import MemorySummary
+from llmtrain.metrics.meters import METRIC_KEYS, StepRecord
+from llmtrain.metrics.sinks import open_sink, read_metrics
+
+DESIGN_KEYS = (
+    "step tokens loss lr grad_norm step_seconds tokens_per_second mfu peak_memory_bytes memory activations_peak_bytes "
+    "loss_peak_bytes loss_scale skipped exposed_comm_seconds val_loss"
+).split()
+
+
+def record(step: int, **changes: Any) -> StepRecord:
+    values: dict[str, Any] = dict(
+        step=step, tokens=100 * step, loss=3.0 / step, lr=1e-3, grad_norm=0.1 + step, step_seconds=0.5, tokens_per_second=200.0
+    )
+    return StepRecord(**(values | changes))
+
+
+def write_steps(path: Path, first: int, last: int, *, resumed_step: int = 0, **changes: Any) -> None:
+    sink = open_sink(path, resumed_step)
+    for step in range(first, last + 1):
+        sink.write(record(step, **changes))
+    sink.close()
+
+
+def test_names_are_those_of_the_design_and_what_does_not_apply_is_absent(tmp_path: Path) -> None:
+    assert list(METRIC_KEYS) == DESIGN_KEYS
+    write_steps(tmp_path / "metrics.jsonl", 1, 1)
+    values = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert list(values) == ["step", "tokens", "loss", "lr", "grad_norm", "step_seconds", "tokens_per_second", "skipped"]
+
+
+def test_every_field_survives_a_round_trip_bit_for_bit(tmp_path: Path) -> None:
+    at_peak = dict(params=1, grads=2, optimizer=3, activations=4, loss=5, other=6)
+    full = record(
+        1,
+        loss=0.1 + 0.2,
+        lr=5e-324,
+        grad_norm=1.7976931348623157e308,
+        mfu=1 / 3,
+        peak_memory_bytes=2**53 + 1,
+        memory=MemorySummary(21, at_peak, 40, 50),
+        loss_scale=65536.0,
+        skipped=2,
+        exposed_comm_seconds=0.0,
+        val_loss=-0.0,
+    )
+    path = tmp_path / "metrics.jsonl"
+    sink = open_sink(path)
+    sink.write(full)
+    sink.sync()
+    sink.close()
+    assert list(json.loads(path.read_text())) == DESIGN_KEYS
+    assert read_metrics(path) == [full]
+    assert math.copysign(1.0, json.loads(path.read_text())["val_loss"]) == -1.0
+
+
+def test_values_that_are_not_finite_are_valid_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 1, loss=math.nan, grad_norm=math.inf, val_loss=-math.inf)
+
+    def refuse(word: str) -> float:
+        raise AssertionError(f"{word} is no JSON")
+
+    values = json.loads(path.read_text(), parse_constant=refuse)
+    assert (values["loss"], values["grad_norm"], values["val_loss"]) == ("NaN", "Infinity", "-Infinity")
+    read = read_metrics(path)[0]
+    assert math.isnan(read.loss) and read.grad_norm == math.inf and read.val_loss == -math.inf
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(AssertionError, match="caches"):
+        record(1, memory=MemorySummary(1, {"caches": 1}, 0, 0)).to_dict()
+    with pytest.raises(ValueError, match="perplexity"):
+        StepRecord.from_dict(record(1).to_dict() | {"perplexity": 1.0})
+    with pytest.raises(ValueError, match="grad_norm"):
+        StepRecord.from_dict({"step": 1})
+
+
+def test_steps_only_grow(tmp_path: Path) -> None:
+    sink = open_sink(tmp_path / "metrics.jsonl")
+    sink.write(record(3))
+    for step in (3, 2):
+        with pytest.raises(AssertionError, match="after step 3"):
+            sink.write(record(step))
+    sink.close()
+
+
+def test_a_record_is_on_file_before_the_next_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = open_sink(path)
+    for step in (1, 2, 3):
+        sink.write(record(step))
+        assert [r.step for r in read_metrics(path)] == list(range(1, step + 1))
+    sink.close()
+
+
+@pytest.mark.parametrize("resumed_step", range(0, 9))
+@pytest.mark.parametrize("torn", ["", '{"', '{"step":9,"tok', '{"step":9}\n', "\0\0\0\0", "\n"])
+def test_b58_each_step_once_after_a_resume(tmp_path: Path, resumed_step: int, torn: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 8, val_loss=1.0)
+    with path.open("a") as file:
+        file.write(torn)
+    write_steps(path, resumed_step + 1, 12, resumed_step=resumed_step, val_loss=2.0)
+    records = read_metrics(path)
+    assert [r.step for r in records] == list(range(1, 13))
+    assert [r.val_loss for r in records] == [1.0] * resumed_step + [2.0] * (12 - resumed_step)
+    assert records[:resumed_step] == [record(step, val_loss=1.0) for step in range(1, resumed_step + 1)]
+
+
+def test_b58_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 3)
+    path.write_bytes(path.read_bytes()[:-1])
+    write_steps(path, 4, 4, resumed_step=3)
+    assert [r.step for r in read_metrics(path)] == [1, 2, 3, 4]
+
+
+def test_b58_file_of_an_older_kill_with_repeated_steps_is_put_right(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 6)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:5] + lines[3:6]))
+    open_sink(path, resumed_step=6).close()
+    assert [r.step for r in read_metrics(path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_resume_rewrites_in_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 5)
+    before = path.read_bytes()
+
+    def killed(source: Path, target: Path) -> None:
+        assert path.read_bytes() == before, "the old file is whole until the rename"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        open_sink(path, resumed_step=3)
+    assert path.read_bytes() == before
+    monkeypatch.undo()
+    open_sink(path, resumed_step=3).close()
+    assert [r.step for r in read_metrics(path)] == [1, 2, 3]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_damaged_lines_are_counted_on_resume_and_refused_by_the_reader(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, 1, 4)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + b"\0\0\0\n" + b"".join(lines[2:]) + b'{"st')
+    with pytest.raises(StorageError, match="line 2"):
+        read_metrics(path)
+    sink = open_sink(path, resumed_step=4)
+    sink.close()
+    assert sink.num_damaged == 2
+    assert [r.step for r in read_metrics(path)] == [1, 3, 4]
+
+
+def test_a_disk_that_refuses_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot write"):
+        open_sink(tmp_path / "absent" / "metrics.jsonl")
+    with pytest.raises(StorageError, match="cannot read"):
+        read_metrics(tmp_path / "metrics.jsonl")
+    sink = open_sink(tmp_path / "metrics.jsonl")
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        sink._file = full
+        with pytest.raises(StorageError, match="free space"):
+            sink.write(record(1))
+        with pytest.raises(OSError):
+            full.flush()
+        full.close = lambda: None  # type: ignore[method-assign]

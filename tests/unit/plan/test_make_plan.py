@@ -1,0 +1,290 @@
+"""make_plan: horizons, schedules, vocabularies and every `auto`, each with its reason; what does not fit is refused by numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmtrain.config.errors import ExitCode, PlanError
+from llmtrain.config.typed import ScheduleConfig, ScheduleKind
+from llmtrain.plan.make_plan import make_plan, settle_schedule
+from llmtrain.plan.plan import Availability
+from llmtrain.plan.precision import PRECISION_TABLES
+
+GIB = 2**30
+MIB = 2**20
+
+
+def problem_of(call):
+    with pytest.raises(PlanError) as caught:
+        call()
+    assert caught.value.exit_code == ExitCode.CONFIG
+    (problem,) = caught.value.problems
+    return problem.what, problem.rule, problem.cure
+
+
+def choices_of(plan) -> dict[str, tuple[str, str]]:
+    return {choice.key: (choice.value, choice.reason) for choice in plan.choices}
+
+
+def test_every_auto_of_the_default_config_has_a_reason(make_config, make_machine) -> None:
+    plan = make_plan(make_config(), make_machine())
+    choices = choices_of(plan)
+    forecast = f"forecast {plan.forecast.total / MIB:,.0f} MiB"
+    assert choices == {
+        "launch.device": ("cpu", "no CUDA device"),
+        "launch.threads": ("4", "4 cores / 1 rank"),
+        "precision": ("bf16", "this cpu multiplies bf16 natively"),
+        "attention.backend": ("sdpa", "the device's fused kernel, keeps no T × T matrix"),
+        "accumulation.micro_batch_size": ("16", forecast),
+        "parallelism.dp_replicate": ("1", "what is left of world size 1 (one process)"),
+        "model.vocab_size": ("258", "the byte tokenizer's vocabulary"),
+        "schedule.warmup_steps": ("100", "min(100, 1000 steps / 10)"),
+    }
+    assert (plan.device, plan.threads, plan.precision_name) == ("cpu", 4, "bf16")
+    assert plan.precision == PRECISION_TABLES["bf16"]
+    assert plan.steps == 1000
+
+
+def test_what_is_named_is_no_choice(make_config, make_machine) -> None:
+    named = {
+        "launch.device": "cpu",
+        "launch.threads": 3,
+        "precision.kind": "fp32",
+        "attention.backend": "reference",
+        "accumulation.micro_batch_size": 4,
+        "parallelism.dp_replicate": 1,
+        "model.vocab_size": 300,
+        "schedule.warmup_steps": 0,
+    }
+    plan = make_plan(make_config(named), make_machine())
+    assert plan.choices == ()
+    assert (plan.threads, plan.precision_name, plan.attention_backend) == (3, "fp32", "reference")
+    assert (plan.batch.micro_batch_size, plan.batch.num_microbatches) == (4, 4)
+    assert (plan.model.vocab_size, plan.schedule.warmup_steps) == (300, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ({"train.steps": 7}, 7),
+        ({"train.tokens": 4096}, 1),
+        ({"train.tokens": 4097}, 2),
+        ({"train.tokens": 1_000_000}, 245),
+        ({"train.tokens": 1, "accumulation.global_batch_size": 4}, 1),
+    ],
+)
+def test_horizon(make_config, make_machine, words, steps) -> None:
+    assert make_plan(make_config(words), make_machine()).steps == steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "warmup", "decay", "steps", "expected"),
+    [
+        ("cosine", None, None, 1000, (100, 0)),
+        ("cosine", None, None, 5000, (100, 0)),
+        ("cosine", None, None, 99, (9, 0)),
+        ("linear", None, None, 9, (0, 0)),
+        ("constant", 50, None, 50, (50, 0)),
+        ("wsd", None, None, 1000, (100, 200)),
+        ("wsd", None, None, 1, (0, 0)),
+        ("wsd", 10, 90, 100, (10, 90)),
+    ],
+)
+def test_schedule_lengths(kind, warmup, decay, steps, expected) -> None:
+    plan, choices = settle_schedule(ScheduleConfig(ScheduleKind(kind), warmup, 0.1, decay), 2e-3, steps)
+    assert (plan.warmup_steps, plan.decay_steps) == expected
+    assert (plan.kind, plan.steps, plan.peak_lr, plan.min_lr) == (ScheduleKind(kind), steps, 2e-3, 2e-4)
+    assert len(choices) == (warmup is None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "warmup", "decay", "expected"),
+    [
+        (
+            "cosine",
+            101,
+            None,
+            ("schedule.warmup_steps=101", "warm-up of 101 updates in a run of 100", "100 or less, or a longer run"),
+        ),
+        (
+            "wsd",
+            20,
+            90,
+            (
+                "schedule.warmup_steps=20 schedule.decay_steps=90",
+                "warm-up of 20 + decay of 90 = 110 updates in a run of 100",
+                "train.steps=110 or schedule.decay_steps=80 or schedule.warmup_steps=10",
+            ),
+        ),
+        (
+            "wsd",
+            None,
+            95,
+            (
+                "schedule.warmup_steps=auto schedule.decay_steps=95",
+                "warm-up of 10 + decay of 95 = 105 updates in a run of 100",
+                "schedule.decay_steps=90 or schedule.warmup_steps=5",
+            ),
+        ),
+        (
+            "wsd",
+            90,
+            None,
+            (
+                "schedule.warmup_steps=90",
+                "warm-up of 90 + decay of 20 (steps / 5) = 110 updates in a run of 100",
+                "schedule.decay_steps=10 or schedule.warmup_steps=80",
+            ),
+        ),
+        (
+            "wsd",
+            120,
+            0,
+            (
+                "schedule.warmup_steps=120 schedule.decay_steps=0",
+                "warm-up of 120 + decay of 0 = 120 updates in a run of 100",
+                "train.steps=120 or schedule.warmup_steps=100",
+            ),
+        ),
+    ],
+)
+def test_phases_longer_than_the_run(kind, warmup, decay, expected) -> None:
+    config = ScheduleConfig(ScheduleKind(kind), warmup, 0.1, decay)
+    assert problem_of(lambda: settle_schedule(config, 1e-3, 100)) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "prepared", "vocab"),
+    [
+        ({}, None, 258),
+        ({}, 258, 258),
+        ({"model.vocab_size": 320}, None, 320),
+        ({"tokenizer.kind": "bpe"}, None, 4096),
+        ({"tokenizer.kind": "bpe"}, 3977, 3977),
+        ({"tokenizer.kind": "bpe", "tokenizer.vocab_size": 512}, None, 512),
+        ({"tokenizer.kind": "char"}, 97, 97),
+        ({"tokenizer.kind": "char", "model.vocab_size": 128}, None, 128),
+    ],
+)
+def test_vocabulary(make_config, make_machine, words, prepared, vocab) -> None:
+    plan = make_plan(make_config(words), make_machine(), vocab_size=prepared)
+    assert plan.model.vocab_size == vocab
+    assert ("model.vocab_size" in choices_of(plan)) == ("model.vocab_size" not in words)
+
+
+@pytest.mark.parametrize(
+    ("words", "prepared", "expected"),
+    [
+        (
+            {"model.vocab_size": 257},
+            None,
+            ("model.vocab_size=257", "at least the vocabulary of the byte tokenizer, 258", "258 or auto"),
+        ),
+        (
+            {"model.vocab_size": 128, "tokenizer.kind": "char"},
+            140,
+            ("model.vocab_size=128", "at least the vocabulary of the char tokenizer, 140", "140 or auto"),
+        ),
+        (
+            {"tokenizer.kind": "char"},
+            None,
+            (
+                "model.vocab_size=auto",
+                "the size of the char tokenizer's vocabulary is only known after its data is prepared",
+                "a number, or prepare the data first",
+            ),
+        ),
+    ],
+)
+def test_vocabulary_that_does_not_fit(make_config, make_machine, words, prepared, expected) -> None:
+    assert problem_of(lambda: make_plan(make_config(words), make_machine(), vocab_size=prepared)) == expected
+
+
+def test_precision_auto_without_native_bf16(make_config, make_machine) -> None:
+    plan = make_plan(make_config(), make_machine(bf16_native=False))
+    assert plan.precision == PRECISION_TABLES["fp32"]
+    assert choices_of(plan)["precision"] == ("fp32", "this cpu does not multiply bf16 natively")
+    named = make_plan(make_config({"precision.kind": "bf16"}), make_machine(bf16_native=False))
+    assert named.precision_name == "bf16"
+
+
+def test_attention_auto(make_config, make_machine) -> None:
+    dropout = make_plan(make_config({"model.dropout.attention": 0.1}), make_machine())
+    assert choices_of(dropout)["attention.backend"] == ("reference", "attention dropout needs the attention weights")
+
+    def auto(**available: bool) -> tuple[str, str]:
+        options = {
+            f"attention.backend={name}": Availability(there, "" if there else "no kernel") for name, there in available.items()
+        }
+        return choices_of(make_plan(make_config(), make_machine(options=options)))["attention.backend"]
+
+    assert auto(sdpa=True, blocked=True)[0] == "blocked"
+    assert auto(sdpa=True, blocked=False)[0] == "sdpa"
+    assert auto(sdpa=False, reference=True) == ("reference", "blocked: not known on this machine; sdpa: no kernel")
+
+
+def test_a_named_backend_that_is_absent_is_an_error(make_config, make_machine) -> None:
+    options = {
+        "attention.backend=reference": Availability(True),
+        "attention.backend=sdpa": Availability(False, "torch was built without it"),
+    }
+    config = make_config({"attention.backend": "sdpa"})
+    assert problem_of(lambda: make_plan(config, make_machine(options=options))) == (
+        "attention.backend=sdpa",
+        "not available on Some CPU: torch was built without it",
+        "reference",
+    )
+
+
+@pytest.mark.parametrize("key", ["tokenizer", "optimizer"])
+def test_other_options_that_are_absent(make_config, make_machine, key: str) -> None:
+    config = make_config({"tokenizer.kind": "bpe"})
+    name = {"tokenizer": "bpe", "optimizer": "adamw"}[key]
+    options = {f"{key}={name}": Availability(False, "package x is not installed"), f"{key}=other": Availability(True)}
+    expected = (f"{key}={name}", "not available on Some CPU: package x is not installed", "other")
+    assert problem_of(lambda: make_plan(config, make_machine(options=options))) == expected
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(4, 1, 4), (8, 3, 2), (2, 4, 1)])
+def test_threads(make_config, make_machine, cores, ranks, threads) -> None:
+    config = make_config({"accumulation.global_batch_size": 12})
+    plan = make_plan(config, make_machine(cores=cores, world_size=ranks, world_source="launch.nproc"))
+    assert plan.threads == threads
+    assert plan.degrees.dp_replicate == ranks
+    assert plan.batch.micro_batch_size * plan.batch.num_microbatches * ranks == 12
+
+
+def test_micro_batch_shrinks_with_memory(make_config, make_machine) -> None:
+    config = make_config({"precision.kind": "fp32"})
+    roomy = make_plan(config, make_machine())
+    assert roomy.batch.micro_batch_size == 16
+    tight = make_plan(config, make_machine(memory_bytes=roomy.forecast.total))
+    assert tight.batch.micro_batch_size in (4, 8)
+    assert tight.batch.global_batch_size == 16
+    assert tight.forecast.total <= 0.8 * roomy.forecast.total
+    value, reason = choices_of(tight)["accumulation.micro_batch_size"]
+    assert value == str(tight.batch.micro_batch_size)
+    assert reason.startswith(f"forecast {tight.forecast.total / MIB:,.0f} MiB; {2 * tight.batch.micro_batch_size} needs ")
+
+
+def test_nothing_fits(make_config, make_machine) -> None:
+    config = make_config({"precision.kind": "fp32"})
+    what, rule, cure = problem_of(lambda: make_plan(config, make_machine(memory_bytes=10 * MIB)))
+    assert what == "accumulation.micro_batch_size=auto"
+    assert rule.startswith("one sequence of 256 tokens needs ")
+    assert rule.endswith("limit 8 MiB (80% of 10 MiB)")
+    assert cure == "a smaller model (model.dim, model.num_layers) or a shorter data.sequence_length"
+
+
+def test_nothing_fits_until_recomputed(make_config, make_machine) -> None:
+    words = {
+        "precision.kind": "fp32",
+        "model.num_layers": 16,
+        "data.sequence_length": 1024,
+        "accumulation.global_batch_size": 2,
+    }
+    fits = make_plan(make_config(words | {"recompute.kind": "full", "accumulation.micro_batch_size": 1}), make_machine())
+    machine = make_machine(memory_bytes=int(fits.forecast.total / 0.8) + 1)
+    _, _, cure = problem_of(lambda: make_plan(make_config(words), machine))
+    assert cure.startswith("recompute=full (needs ")
+    assert make_plan(make_config(words | {"recompute.kind": "full"}), machine).batch.micro_batch_size == 1

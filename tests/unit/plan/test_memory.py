@@ -1,0 +1,199 @@
+"""The memory forecast against what autograd really saves (byte for byte) and what the storage ledger measures in a whole update."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from llmtrain.config.typed import AdamWConfig, ChunkedLoss, Config, RecomputeConfig, RecomputeKind
+from llmtrain.data.loader import Batch
+from llmtrain.metrics.memory import MemorySummary, StorageLedger
+from llmtrain.model.init import materialize
+from llmtrain.model.transformer import Transformer
+from llmtrain.ops.attention import ATTENTION_BACKENDS
+from llmtrain.ops.blocked_attention import QUERIES_PER_BLOCK, SCORES_PER_BLOCK
+from llmtrain.ops.cross_entropy import build_loss
+from llmtrain.ops.random import DropoutKey
+from llmtrain.optim.build import build_optimizer
+from llmtrain.parallel.recompute import apply_recompute
+from llmtrain.plan.activations import FUSED_ATTENTION, Workload, block_rows, bytes_kept
+from llmtrain.plan.memory import forecast_memory, instants
+from llmtrain.plan.precision import PRECISION_TABLES
+from llmtrain.train.forward_backward import PlainForwardBackward
+
+ADAMW = AdamWConfig(lr=1e-3, weight_decay=0.1, clip_norm=None, beta1=0.9, beta2=0.95, eps=1e-8)
+TINY = {"model.dim": 128, "model.num_layers": 4, "model.attention.num_heads": 4, "model.vocab_size": 258}
+SMALL = {"model.dim": 320, "model.num_layers": 8, "model.attention.num_heads": 5, "model.vocab_size": 258}
+GPT2 = {
+    "model.position": "learned",
+    "model.norm": "layer",
+    "model.tie_embeddings": True,
+    "model.attention.bias": True,
+    "model.attention.output_bias": True,
+    "model.feed_forward.kind": "gelu",
+    "model.feed_forward.bias": True,
+}
+DROPOUT = {"model.dropout.residual": 0.1, "model.dropout.feed_forward": 0.1, "model.dropout.embedding": 0.1}
+FAMILIES = {
+    "llama": {},
+    "gpt2": GPT2,
+    "llama_grouped_qk_norm": {"model.attention.num_kv_heads": 1, "model.attention.qk_norm": True},
+    "gpt2_qk_norm": GPT2 | {"model.attention.qk_norm": True},
+    "llama_dropout": DROPOUT,
+    "gpt2_dropout": GPT2 | DROPOUT,
+    "attention_dropout": {"model.dropout.attention": 0.1},
+}
+
+
+def workload(config: Config, precision: str, backend: str, batch: int, count: int = 1, *, documents: bool = False) -> Workload:
+    return Workload(
+        model=config.model,
+        precision=PRECISION_TABLES[precision],
+        micro_batch_size=batch,
+        num_microbatches=count,
+        sequence_length=config.data.sequence_length,
+        loss=config.loss,
+        recompute=config.recompute,
+        attention_backend=backend,
+        document_mask=documents,
+    )
+
+
+def build(work: Workload) -> Transformer:
+    model = Transformer(work.model, work.precision, work.attention_backend)
+    materialize(model, seed=0, device="cpu")
+    apply_recompute(model, work.recompute)
+    return model.train()
+
+
+def random_batch(work: Workload) -> Batch:
+    shape = (work.micro_batch_size, work.sequence_length)
+    tokens, targets = torch.randint(work.model.vocab_size or 0, (2, *shape)).unbind()
+    positions = torch.arange(shape[1]).repeat(shape[0], 1) if work.document_mask else None
+    documents = torch.zeros(shape, dtype=torch.int64) if work.document_mask else None
+    return Batch(tokens.clone(), targets.clone(), positions, documents, torch.arange(shape[0]))
+
+
+def bytes_saved(work: Workload) -> int:
+    """Bytes of the storages that autograd holds after a forward, parameters excepted, each storage once."""
+    model, batch = build(work), random_batch(work)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(batch.tokens, batch.positions, batch.document_ids, DropoutKey(0, 1, batch.sample_index))
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+def measure_update(work: Workload) -> MemorySummary:
+    """The second update of a run, as the engine makes it, under the ledger."""
+    model = build(work)
+    materialize(model, seed=0, device="cpu")
+    optimizer = build_optimizer(ADAMW, model.named_parameters())
+    ledger = StorageLedger(torch.device("cpu"))
+    ledger.watch(model)
+    ledger.adopt(optimizer.state().values(), "optimizer")
+    strategy = PlainForwardBackward(model, build_loss(work.loss, work.precision), ledger)
+    for update in (1, 2):
+        with ledger.window():
+            batches = [random_batch(work) for _ in range(work.num_microbatches)]
+            strategy.run(batches, seed=0, update=update, num_targets=work.tokens * work.num_microbatches)
+            optimizer.step(1e-3)
+            optimizer.zero_grad()
+            del batches
+    summary = ledger.summary()
+    assert summary is not None
+    return summary
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["rows", "documents"])
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_saves_what_its_rows_say(make_config, family, precision, backend, documents) -> None:
+    """One more block means `bytes_kept` more: exactly, because every row is a tensor and every tensor a row."""
+    if family == "attention_dropout" and not ATTENTION_BACKENDS[backend].supports_dropout:
+        pytest.skip("attention dropout is refused on this backend")
+    for size, kind in ((TINY, "none"), (TINY, "full"), (SMALL, "none")):
+        config = make_config(size | FAMILIES[family] | {"data.sequence_length": 48, "recompute.kind": kind})
+        work = workload(config, precision, backend, 2, documents=documents)
+        one, two = (replace(work, model=replace(work.model, num_layers=layers)) for layers in (1, 2))
+        assert bytes_saved(two) - bytes_saved(one) == bytes_kept(work)
+
+
+UPDATES = [
+    # size, family, precision, backend, recompute, loss, micro-batch, micro-batches, documents
+    (TINY, "llama", "fp32", "sdpa", "none", "reference", 2, 1, False),
+    (TINY, "llama", "bf16", "reference", "none", "reference", 4, 2, True),
+    (TINY, "llama_dropout", "fp32", "sdpa", "full", "reference", 4, 2, False),
+    (TINY, "gpt2", "bf16", "sdpa", "selective", "chunked", 4, 2, False),
+    (TINY, "gpt2", "fp32", "reference", "selective", "reference", 4, 1, False),
+    (TINY | {"model.vocab_size": 4096}, "gpt2", "fp32", "sdpa", "full", "chunked", 1, 1, False),
+    (TINY | {"model.vocab_size": 4096}, "llama", "bf16", "sdpa", "full", "chunked", 2, 2, False),
+    (TINY | {"model.vocab_size": 4096}, "llama", "bf16", "sdpa", "none", "reference", 2, 1, False),
+    (SMALL, "llama", "bf16", "sdpa", "none", "reference", 4, 1, False),
+    (TINY, "llama_grouped_qk_norm", "fp32", "sdpa", "selective", "chunked", 4, 2, False),
+    (SMALL, "gpt2", "bf16", "reference", "full", "reference", 2, 2, False),
+    (SMALL, "gpt2", "fp32", "sdpa", "none", "chunked", 1, 1, True),
+    (TINY, "gpt2_dropout", "bf16", "sdpa", "none", "reference", 4, 1, False),
+    (TINY, "attention_dropout", "fp32", "reference", "none", "reference", 4, 1, False),
+    (TINY, "attention_dropout", "bf16", "reference", "full", "chunked", 4, 2, False),
+    (TINY, "llama", "bf16", "blocked", "none", "reference", 4, 1, False),
+    (TINY, "gpt2", "fp32", "blocked", "full", "reference", 4, 2, True),
+]
+
+
+@pytest.mark.parametrize("case", UPDATES, ids=lambda case: "-".join(map(str, case[1:])))
+def test_forecast_of_an_update_is_what_the_ledger_measures(make_config, case) -> None:
+    size, family, precision, backend, recompute, loss, batch, count, documents = case
+    words = size | FAMILIES[family] | {"data.sequence_length": 128, "recompute.kind": recompute, "loss.kind": loss}
+    if loss == "chunked":
+        words["loss.chunk_size"] = 100
+    work = workload(make_config(words), precision, backend, batch, count, documents=documents)
+    forecast, measured = forecast_memory(work), measure_update(work)
+    assert forecast.params == measured.at_peak["params"]
+    assert forecast.optimizer == measured.at_peak["optimizer"]
+    # Too low is worse than too high, so the band is not symmetric.
+    assert 0.98 * measured.peak_bytes < forecast.total < 1.08 * measured.peak_bytes
+
+
+def test_sizes_of_attention_blocks_are_those_of_the_operation() -> None:
+    kernel = FUSED_ATTENTION["blocked"]
+    assert (kernel.scores_at_once, kernel.queries_at_once) == (SCORES_PER_BLOCK, QUERIES_PER_BLOCK)
+
+
+def test_static_memory_is_sixteen_bytes_per_parameter(make_config) -> None:
+    """fp32 AdamW: weight 4, gradient 4, two moments 8; bf16 keeps fp32 masters, so the same."""
+    for precision in ("fp32", "bf16"):
+        work = workload(make_config(SMALL), precision, "sdpa", 1, 2)
+        forecast = instants(work)["embedding backward"]
+        num_parameters = forecast.params // 4
+        tensors = 3 + 9 * 8  # embedding, head, final norm; nine per block
+        assert forecast.grads == 4 * num_parameters
+        assert forecast.optimizer == 8 * num_parameters + 4 * tensors
+
+
+def test_what_each_option_saves(make_config) -> None:
+    base = workload(make_config(TINY | {"data.sequence_length": 512}), "fp32", "sdpa", 8)
+    full = replace(base, recompute=RecomputeConfig(RecomputeKind.FULL, ()))
+    selective = replace(base, recompute=RecomputeConfig(RecomputeKind.SELECTIVE, ("attention", "matmul")))
+    assert bytes_kept(full) == 8 * 512 * 128 * 4
+    assert bytes_kept(full) < bytes_kept(selective) < bytes_kept(base)
+    assert forecast_memory(full).total < forecast_memory(selective).total < forecast_memory(base).total
+    assert forecast_memory(replace(base, precision=PRECISION_TABLES["bf16"])).total < forecast_memory(base).total
+
+    wide = replace(full, model=replace(full.model, vocab_size=32000))
+    chunked = replace(wide, loss=ChunkedLoss(256))
+    assert forecast_memory(chunked).loss < forecast_memory(wide).loss / 4
+
+    weights = {row.tensor: row.bytes for row in block_rows(replace(base, attention_backend="reference"))}["attention weights"]
+    assert weights == 8 * 4 * 512 * 512 * 4
