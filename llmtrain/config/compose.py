@@ -44,6 +44,8 @@ class Composed:
     wire: dict[str, Any]
     """Every key with its final value, as plain nested dicts; what `config.yaml` of a run folder holds."""
     words: tuple[str, ...]
+    options: tuple[str, ...]
+    """`--config-dir` and `--config-name` as they have to be typed to compose the same again; empty for the package's own."""
     origins: Mapping[str, str]
     """By dotted key, where it was set (`command line, word 3`, `configs/precision/bf16.yaml:2`); defaults are absent."""
     groups: Mapping[str, str | None]
@@ -71,9 +73,14 @@ def compose_config(words: Sequence[str], *, config_name: str = "train", config_d
         config=config,
         wire=dataclasses.asdict(settled.config),
         words=tuple(words),
+        options=(*(f"--config-dir={folder}" for folder in config_dirs), *_name_option(config_name)),
         origins=types.MappingProxyType(settled.origins),
         groups=types.MappingProxyType(layers.groups),
     )
+
+
+def _name_option(config_name: str) -> list[str]:
+    return [] if config_name == "train" else [f"--config-name={config_name}"]
 
 
 def config_from_wire(wire: Mapping[str, Any]) -> Config:

@@ -13,7 +13,7 @@ A row is T input tokens and, for each, the token that follows it as its target. 
               last token is a target only. A document of fewer than two tokens has nothing to predict and no row.
 
 Nothing is dropped: a row that runs out of tokens is filled up with padding whose targets are ignored. Where document ids exist
-the padding has an id of its own, so it is never attended to by text and each padding position still attends to something.
+the padding has the id -1, so it is never attended to by text and each padding position still attends to something.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from llmtrain.ops.cross_entropy import IGNORE_INDEX
 
 PADDING_TOKEN = 0
 """Any valid id would do: padding is neither a target nor attended to."""
+PADDING_DOCUMENT = -1
+"""The document that padding belongs to; a model knows padding by an id below zero."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class DocumentRows:
             tokens=plain.tokens,
             targets=np.where(crosses, IGNORE_INDEX, plain.targets),
             positions=places - begins,
-            document_ids=documents - documents[:, :1],
+            document_ids=np.where(padding, PADDING_DOCUMENT, documents - documents[:, :1]),
         )
 
 
@@ -158,7 +160,7 @@ class PaddedRows:
         columns = np.arange(self._length)[None, :]
         filled = (stops - starts)[:, None]  # [B, 1]
         padding = columns >= filled  # [B, T]
-        return RowArrays(tokens, targets, columns - np.where(padding, filled, 0), padding.astype(np.int64))
+        return RowArrays(tokens, targets, columns - np.where(padding, filled, 0), np.where(padding, PADDING_DOCUMENT, 0))
 
 
 def _targets_inside_documents(offsets: NDArray[np.int64]) -> int:

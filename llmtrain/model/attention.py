@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from llmtrain.config.typed import ModelConfig
 from llmtrain.model.context import ForwardContext
 from llmtrain.model.layers import Linear, RMSNorm
-from llmtrain.ops.attention import AttentionDropout, attend, attention_backend
+from llmtrain.ops.attention import AttentionDropout, attention_backend
 from llmtrain.ops.dtypes import DTYPES
 from llmtrain.ops.rotary import apply_rotary
 from llmtrain.plan.precision import PrecisionTable
@@ -43,7 +43,7 @@ class Attention(nn.Module):
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)  # [B, G, S, C]
         drop = AttentionDropout(self.dropout_probability, context.dropout_key, self.layer)
-        mixed = attend(self.backend, query, key, value, context.mask, drop)  # [B, H, T, C]
+        mixed = self.backend.function(query, key, value, context.allowed, drop)  # [B, H, T, C]
         return self.out(mixed.transpose(1, 2).flatten(2))  # [B, T, D]
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from llmtrain.model.cache import KVCache
-from llmtrain.ops.attention import DocumentMask
 from llmtrain.ops.random import DropoutKey
 from llmtrain.ops.rotary import RotaryTable
 
@@ -16,8 +17,8 @@ class ForwardContext:
 
     rotary: RotaryTable | None
     """None when positions are learned."""
-    mask: DocumentMask | None
-    """None when each row is one document."""
+    allowed: Tensor | None
+    """[B, 1, T, T] bool, the keys each query may see; None when each row is one document."""
     dropout_key: DropoutKey | None
     """None when nothing is dropped."""
     cache: KVCache | None

@@ -84,11 +84,11 @@ class Transformer(nn.Module):
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]  # [1, T]
         context = ForwardContext(
             rotary=self._rotary_table(positions),
-            mask=None if document_ids is None else document_mask(document_ids),
+            allowed=None if document_ids is None else document_mask(document_ids),
             dropout_key=dropout_key if self.training else None,
             cache=cache,
         )
-        x = self._embed(tokens, positions, context)  # [B, T, D]
+        x = self._embed(tokens, positions, document_ids, context)  # [B, T, D]
         for block in self.blocks.values():
             x = self.run_block(block, x, context)  # [B, T, D]
         if cache is not None:
@@ -104,14 +104,14 @@ class Transformer(nn.Module):
             return None
         return rotary_table(positions, self.config.attention.head_dim, self.config.rope_theta)
 
-    def _embed(self, tokens: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+    def _embed(self, tokens: Tensor, positions: Tensor, document_ids: Tensor | None, context: ForwardContext) -> Tensor:
         x = self.embed(tokens)  # [B, T, D]
         if self.position_embed is not None:
             x = x + self.position_embed(positions)
         x = dropout(x, self.config.dropout.embedding, context.dropout_key, 0, Site.EMBEDDING)
-        if context.mask is not None:
-            # Whatever the padding id's row holds must not reach weight gradients as 0 · NaN.
-            x = x.masked_fill(context.mask.padding[:, 0], 0.0)
+        if document_ids is not None:
+            # Padding starts as zeros and sees padding only, so whatever its row holds, it reaches no other position and no gradient.
+            x = x.masked_fill((document_ids < 0)[:, :, None], 0.0)
         return x.to(DTYPES[self.precision.residual])
 
 

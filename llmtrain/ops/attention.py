@@ -1,7 +1,7 @@
 """Causal attention: one interface, several backends, a table of what each can do.
 
 `reference` is the definition, written out in fp32; every other backend is tested against it. A backend is chosen by name once, when
-a model is built; nothing here falls back from one to another.
+a model is built, and none stands in for another but in one case: `blocked` leaves decoding after a cache to `sdpa`.
 
 Legend: B batch, T query positions, S key positions (S - T of them from a cache), H query heads, G key-value heads, C channels of a head.
 """
@@ -33,16 +33,6 @@ class AttentionName(StrEnum):
 
 
 @dataclass(frozen=True)
-class DocumentMask:
-    """Which keys a query may see when a row holds several documents; made once per forward, shared by all layers."""
-
-    allowed: Tensor
-    """[B, 1, T, T] bool: key at or before the query and in the same document. A query always sees itself."""
-    padding: Tensor
-    """[B, 1, T, 1] bool: positions that belong to no document. They give zeros, and what they hold reaches nobody."""
-
-
-@dataclass(frozen=True)
 class AttentionDropout:
     """Dropout of attention weights in one layer."""
 
@@ -51,7 +41,11 @@ class AttentionDropout:
     layer: int
 
 
-AttentionFunction = Callable[[Tensor, Tensor, Tensor, DocumentMask | None, AttentionDropout], Tensor]
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor | None, AttentionDropout], Tensor]
+"""(query [B, H, T, C], key [B, G, S, C], value [B, G, S, C], allowed, drop) → softmax(query keyᵀ / sqrt(C)) value, [B, H, T, C] in the
+dtype of query, with a causal mask (Vaswani et al. 2017, eq. 1). Query head h reads key-value head h // (H / G). The last query sits
+at the last key, so S > T means that the first S - T keys come from a cache. `allowed` is None when a row is one document, else what
+`document_mask` gives, and S == T."""
 
 
 @dataclass(frozen=True)
@@ -65,43 +59,27 @@ class AttentionBackend:
     devices: frozenset[str]
 
 
-def document_mask(document_ids: Tensor) -> DocumentMask:
-    """Build the mask of a batch of packed rows.
+def document_mask(document_ids: Tensor) -> Tensor:
+    """Which keys a query may see when a row holds several documents; made once per forward, shared by all layers.
 
     Args:
-        document_ids: [B, T] integers, equal within a document and different between the documents of a row; negative = padding.
-    """
-    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]  # [B, 1, T, T]
-    return DocumentMask(same.tril_(), (document_ids < 0)[:, None, :, None])
-
-
-def attend(
-    backend: AttentionBackend, query: Tensor, key: Tensor, value: Tensor, mask: DocumentMask | None, drop: AttentionDropout
-) -> Tensor:
-    """softmax(query keyᵀ / sqrt(C)) value with a causal mask (Vaswani et al. 2017, eq. 1).
-
-    The last query sits at the last key, so S > T means that the first S - T keys come from a cache.
-
-    Args:
-        query: [B, H, T, C].
-        key, value: [B, G, S, C]; query head h reads key-value head h // (H / G).
-        mask: None = one document per row; else S == T.
+        document_ids: [B, T] integers, equal within a document and different between the documents of a row.
 
     Returns:
-        [B, H, T, C] in the dtype of query.
+        [B, 1, T, T] bool: key at or before the query and in the same document. A query always sees itself, so there is no row
+        without a key, which softmax would make NaN.
     """
-    if mask is not None:
-        # Padding sees padding only, so zeros give zeros; NaN there would reach others as 0 · NaN.
-        query, key, value = (x.masked_fill(mask.padding, 0.0) for x in (query, key, value))
-    return backend.function(query, key, value, mask, drop)
+    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]  # [B, 1, T, T]
+    return same.tril_()
 
 
-def reference_attention(query: Tensor, key: Tensor, value: Tensor, mask: DocumentMask | None, drop: AttentionDropout) -> Tensor:
+def reference_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, drop: AttentionDropout) -> Tensor:
     """The definition: whole score matrices, at least fp32 throughout."""
     num_repeats = query.shape[1] // key.shape[1]
     key, value = (at_least_fp32(x).repeat_interleave(num_repeats, dim=1) for x in (key, value))  # [B, H, S, C]
     scores = (at_least_fp32(query) / math.sqrt(query.shape[-1])) @ key.transpose(-2, -1)  # [B, H, T, S]
-    allowed = causal_mask(query.shape[-2], key.shape[-2], query.device) if mask is None else mask.allowed
+    if allowed is None:
+        allowed = causal_mask(query.shape[-2], key.shape[-2], query.device)
     weights = scores.masked_fill(~allowed, -math.inf).softmax(dim=-1)  # [B, H, T, S]
     if drop.key is not None and drop.probability > 0:
         by_position = weights.transpose(1, 2)  # [B, T, H, S]
@@ -109,24 +87,23 @@ def reference_attention(query: Tensor, key: Tensor, value: Tensor, mask: Documen
     return (weights @ value).to(query.dtype)  # [B, H, T, C]
 
 
-def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, mask: DocumentMask | None, drop: AttentionDropout) -> Tensor:
+def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, drop: AttentionDropout) -> Tensor:
     """torch's fused kernels (FlashAttention, Dao et al. 2022); score matrices never exist in whole."""
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     grouped = query.shape[1] != key.shape[1]
-    if mask is not None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask.allowed, enable_gqa=grouped)
-    if num_queries == num_keys:
+    if allowed is None and num_queries == num_keys:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-    # torch aligns is_causal with the first key; after a cache the last query belongs to the last key.
-    allowed = None if num_queries == 1 else causal_mask(num_queries, num_keys, query.device)
+    if allowed is None and num_queries > 1:
+        # torch aligns is_causal with the first key; after a cache the last query belongs to the last key.
+        allowed = causal_mask(num_queries, num_keys, query.device)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, enable_gqa=grouped)
 
 
-def blocked(query: Tensor, key: Tensor, value: Tensor, mask: DocumentMask | None, drop: AttentionDropout) -> Tensor:
+def blocked(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, drop: AttentionDropout) -> Tensor:
     """Batched matmuls over cache-sized blocks; decoding after a cache, which has no blocks to gain from, goes to `sdpa`."""
     if query.shape[-2] != key.shape[-2]:
-        return sdpa_attention(query, key, value, mask, drop)
-    return blocked_attention(query, key, value, None if mask is None else mask.allowed)
+        return sdpa_attention(query, key, value, allowed, drop)
+    return blocked_attention(query, key, value, allowed)
 
 
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:

@@ -72,31 +72,31 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         weight = head_weight.to(matmul)  # [V, D]
-        ctx.grad_hidden = torch.empty_like(hidden) if needs_hidden else None  # [N, D]
-        ctx.grad_weight = torch.zeros_like(head_weight) if needs_weight else None  # [V, D]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None  # [N, D]
+        grad_weight = torch.zeros_like(head_weight) if needs_weight else None  # [V, D]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, hidden.shape[0], chunk_size):
             chunk = slice(start, start + chunk_size)
-            ignored = targets[chunk] == IGNORE_INDEX  # [n]
-            inputs = hidden[chunk].to(matmul).masked_fill(ignored[:, None], 0.0)  # [n, D]
-            target = targets[chunk].masked_fill(ignored, 0)[:, None]  # [n, 1]
-            scores = F.linear(inputs, weight).to(logits).float()  # [n, V]
-            log_probabilities = scores.log_softmax(dim=-1)
-            total -= log_probabilities.gather(1, target).masked_fill(ignored[:, None], 0.0).sum()
+            scored = (targets[chunk] != IGNORE_INDEX)[:, None]  # [n, 1]
+            inputs = hidden[chunk].to(matmul).masked_fill(~scored, 0.0)  # [n, D]
+            target = targets[chunk, None].masked_fill(~scored, 0)  # [n, 1]
+            weights = scored.float()  # [n, 1]
+            log_probabilities = F.linear(inputs, weight).to(logits).float().log_softmax(dim=-1)  # [n, V]
+            total -= (log_probabilities.gather(1, target) * weights).sum()
             if not (needs_hidden or needs_weight):
                 continue
-            grad_scores = log_probabilities.exp_()
-            grad_scores.scatter_add_(1, target, torch.full_like(target, -1, dtype=torch.float32))
-            grad_scores = grad_scores.masked_fill_(ignored[:, None], 0.0).to(logits).to(matmul)  # [n, V]
-            if needs_hidden:
-                ctx.grad_hidden[chunk] = grad_scores @ weight
-            if needs_weight:
-                ctx.grad_weight += grad_scores.t() @ inputs
+            # The gradient of -log softmax(z)[target] is softmax(z), less one at the target.
+            grad_scores = log_probabilities.exp_().scatter_add_(1, target, -torch.ones_like(weights))
+            grad_scores = grad_scores.mul_(weights).to(logits).to(matmul)  # [n, V]
+            if grad_hidden is not None:
+                grad_hidden[chunk] = grad_scores @ weight
+            if grad_weight is not None:
+                grad_weight += grad_scores.t() @ inputs
+        ctx.save_for_backward(grad_hidden, grad_weight)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden = None if ctx.grad_hidden is None else ctx.grad_hidden * grad_total
-        grad_weight = None if ctx.grad_weight is None else ctx.grad_weight * grad_total
-        return grad_hidden, grad_weight, None, None, None, None
+        gradients = (None if gradient is None else gradient * grad_total for gradient in ctx.saved_tensors)
+        return *gradients, None, None, None, None

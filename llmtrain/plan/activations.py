@@ -3,8 +3,8 @@
 The rows follow `model/block.py` and the operations below it line by line: a result that autograd needs is `saved`, and one that
 selective recompute can keep carries the `family` that `recompute.keep` names. A tensor that two operations save is one row.
 
-Legend: B sequences of a micro-batch, T tokens of a sequence, n = B T, D channels of the residual stream, H query heads, G key-value
-heads, C channels of a head, F inner feed-forward width, V vocabulary.
+Legend: B sequences of a micro-batch, T tokens of a sequence, n = B T, D channels of the residual stream, H query heads,
+G key-value heads, C channels of a head, F inner feed-forward width.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from llmtrain.plan.shapes import block_shapes
 
 BOOL = 1
 RANDOM = 2
-"""Random bytes of one element's dropout."""
+"""Random bytes of one element's dropout; backward draws them again, so no mask is a row."""
 REFERENCE = "reference"
 
 
@@ -49,7 +49,7 @@ class FusedAttention:
 FUSED_ATTENTION: Mapping[str, FusedAttention] = MappingProxyType(
     {
         "sdpa": FusedAttention(log_sum_exp=True, mask_as_scores=True),
-        "blocked": FusedAttention(log_sum_exp=False, mask_as_scores=False, scores_at_once=2**19, queries_at_once=128),
+        "blocked": FusedAttention(log_sum_exp=False, mask_as_scores=False, scores_at_once=2**20, queries_at_once=128),
     }
 )
 """By attention backend; `reference`, the only other one, is written out in `_reference_rows`."""
@@ -121,7 +121,7 @@ def bytes_kept(work: Workload) -> int:
 
 
 def bytes_in_forward(work: Workload) -> int:
-    """Highest bytes of a block while it is run with its backward in view: what it keeps and saves, and what dropout needs for a moment."""
+    """Highest bytes of a block while it is run for its backward: what it keeps and saves, and what dropout needs meanwhile."""
     keep, model = work.recompute.keep, work.model
     rows = {
         part: sum(row.bytes for row in block_rows(work) if row.part is part and (row.saved or row.family in keep))
@@ -129,15 +129,16 @@ def bytes_in_forward(work: Workload) -> int:
     }
     matmul, softmax = BYTES[work.precision.matmul], BYTES[work.precision.softmax]
     pairs = work.tokens * model.attention.num_heads * work.sequence_length  # B H T T
-    attention = _dropout_scratch(model.dropout.attention, pairs, softmax)
-    inner = _dropout_scratch(model.dropout.feed_forward, work.tokens * model.feed_forward.hidden_dim, matmul)
-    stream = _dropout_scratch(model.dropout.residual, work.tokens * model.dim, matmul)
+    attention = dropout_scratch(model.dropout.attention, pairs, softmax)
+    inner = dropout_scratch(model.dropout.feed_forward, work.tokens * model.feed_forward.hidden_dim, matmul)
+    stream = dropout_scratch(model.dropout.residual, work.tokens * model.dim, matmul)
     halfway = rows[Part.ATTENTION] + attention
-    return block_input_bytes(work) + max(halfway, sum(rows.values()) + max(inner, stream))
+    attended = 0 if "matmul" in keep else work.tokens * model.dim * matmul  # the output projection, until the block is done
+    return block_input_bytes(work) + max(halfway, sum(rows.values()) + attended + max(inner, stream))
 
 
-def _dropout_scratch(probability: float, elements: int, size: int) -> int:
-    """Of a tensor to drop from: itself, the same with zeros, and the random numbers."""
+def dropout_scratch(probability: float, elements: int, size: int) -> int:
+    """Of a tensor to drop from: itself, the mask in its dtype, and the random numbers; the result is not counted."""
     return elements * (2 * size + RANDOM) if probability > 0 else 0
 
 
@@ -159,7 +160,8 @@ def _norm_rows(work: Workload, part: Part) -> list[Row]:
     if part is Part.FEED_FORWARD:
         rows.append(Row("residual stream after attention", n * dim * BYTES[precision.residual], part))
     if work.model.norm is NormKind.RMS:
-        return [*rows, Row("1 / root mean square", norm_statistics(work), part), Row("norm output", output, part)]
+        rows.append(Row("1 / root mean square", norm_statistics(work), part, family="norm"))
+        return [*rows, Row("norm output", output, part, family="norm")]
     rows.append(Row("mean and 1 / deviation", norm_statistics(work), part, family="norm"))
     if precision.norm == precision.matmul:
         return [*rows, Row("norm output", output, part, family="norm")]
@@ -175,15 +177,16 @@ def _projection_rows(work: Workload) -> list[Row]:
     rows = _weight_casts(work, part)
     for name, num_heads in (("query", heads.num_heads), ("key", heads.num_kv_heads), ("value", heads.num_kv_heads)):
         vectors = work.tokens * num_heads
-        width = vectors * heads.head_dim * size
+        width = vectors * heads.head_dim
         normed, turned = heads.qk_norm and name != "value", rotary and name != "value"
-        # What fused attention saves is its operand: the projection itself unless a step in between makes another tensor.
-        unchanged = not normed and not turned and not work.document_mask
-        rows.append(Row(f"{name} projection", width, part, normed or (unchanged and fused), "matmul"))
+        changed = turned or (normed and precision.rotary != precision.matmul)  # after the projection or its norm
+        # Attention saves what it takes, and a norm its input; a rotation or a cast saves nothing.
+        rows.append(Row(f"{name} projection", width * size, part, normed or (fused and not changed), "matmul"))
         if normed:
-            rows.append(Row(f"{name} norm: 1 / root mean square", vectors * BYTES[precision.norm], part))
-        if not unchanged:
-            rows.append(Row(f"{name} as attention takes it", width, part, saved=fused))
+            rows.append(Row(f"{name} norm: 1 / root mean square", vectors * BYTES[precision.norm], part, family="norm"))
+            rows.append(Row(f"{name} norm output", width * BYTES[precision.rotary], part, fused and not changed, "norm"))
+        if changed:
+            rows.append(Row(f"{name} as attention takes it", width * size, part, saved=fused))
     return rows
 
 
@@ -191,7 +194,7 @@ def _attention_rows(work: Workload) -> list[Row]:
     rows = _reference_rows(work) if work.attention_backend == REFERENCE else _fused_rows(work)
     projected = work.tokens * work.model.dim * BYTES[work.precision.matmul]
     rows.append(Row("output projection", projected, Part.ATTENTION, saved=False, family="matmul"))
-    return rows + _residual_dropout(work, Part.ATTENTION)
+    return rows
 
 
 def _reference_rows(work: Workload) -> list[Row]:
@@ -209,7 +212,7 @@ def _reference_rows(work: Workload) -> list[Row]:
         Row("attention output", width * BYTES[work.precision.matmul], part),
     ]
     if work.model.dropout.attention > 0:
-        rows += [Row("attention dropout mask", pairs * BOOL, part), Row("attention weights, dropped", pairs * size, part)]
+        rows.append(Row("attention weights, dropped", pairs * size, part))
     return rows
 
 
@@ -221,10 +224,8 @@ def _fused_rows(work: Workload) -> list[Row]:
     rows = [Row("attention output", result, part, family="attention")]
     if kernel.log_sum_exp:
         rows.append(Row("log-sum-exp", n * heads.num_heads * BYTES[work.precision.softmax], part, family="attention"))
-    if work.document_mask:
-        rows.append(Row("attention output without padding", result, part))
-        if kernel.mask_as_scores:
-            rows.append(Row("mask as scores", n * work.sequence_length * size, part))
+    if work.document_mask and kernel.mask_as_scores:
+        rows.append(Row("mask as scores", n * work.sequence_length * size, part))
     return rows
 
 
@@ -243,9 +244,9 @@ def _feed_forward_rows(work: Workload) -> list[Row]:
     else:
         rows.append(Row("gelu(up)", inner * size, part, saved=not dropped, family="activation"))
     if dropped:
-        rows += [Row("inner dropout mask", inner * BOOL, part), Row("inner values, dropped", inner * size, part)]
+        rows.append(Row("inner values, dropped", inner * size, part))
     rows.append(Row("down projection", n * work.model.dim * size, part, saved=False, family="matmul"))
-    return rows + _residual_dropout(work, part)
+    return rows
 
 
 def _weight_casts(work: Workload, part: Part) -> list[Row]:
@@ -255,9 +256,3 @@ def _weight_casts(work: Workload, part: Part) -> list[Row]:
     shapes = block_shapes(work.model).items()
     elements = sum(prod(shape) for name, shape in shapes if name.startswith(f"{part.value}.") and len(shape) == 2)
     return [Row("weights, cast", elements * BYTES[work.precision.matmul], part)]
-
-
-def _residual_dropout(work: Workload, part: Part) -> list[Row]:
-    if work.model.dropout.residual == 0:
-        return []
-    return [Row("residual dropout mask", work.tokens * work.model.dim * BOOL, part)]

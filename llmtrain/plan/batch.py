@@ -1,4 +1,4 @@
-"""Batch arithmetic of one update: global batch = micro-batch × micro-batches × data ranks, nothing rounded and nothing dropped."""
+"""Batch arithmetic of one update: global batch = micro-batch × micro-batches × data ranks, nothing rounded, nothing dropped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmtrain.plan.plan import BatchPlan, Choice, MemoryForecast
 from llmtrain.plan.report import format_bytes
 
 MEMORY_SHARE = 0.8
-"""Part of a device that `micro_batch_size=auto` may plan to fill; the rest is for the allocator, libraries and other programs."""
+"""Part of a device that `micro_batch_size=auto` may fill; the rest is for the allocator, libraries and other programs."""
 
 
 @dataclass(frozen=True)

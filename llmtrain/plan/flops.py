@@ -1,8 +1,8 @@
 """Work of one token, by the convention that every MFU figure of this program uses.
 
 Counted: the matrix products of forward and backward (backward = twice forward), the head included. Not counted: the embedding
-look-up, norms, activations, the optimizer, and whatever recompute does again. Attention is two products of T × T scores per *query*
-head (grouped key/value heads make the projections smaller, not the scores); a causal mask halves them exactly.
+look-up, norms, activations, the optimizer, and whatever recompute does again. Attention is two products of T × T scores per
+*query* head (grouped key/value heads make the projections smaller, not the scores); a causal mask halves them exactly.
 """
 
 from __future__ import annotations

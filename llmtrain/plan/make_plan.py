@@ -1,4 +1,4 @@
-"""Settles a checked config on a machine: every degree, batch size, length and `auto` becomes a number or a name, with its reason."""
+"""Settles a checked config on a machine: degrees, batch, lengths and every `auto` become numbers and names, with reasons."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None
         vocab_size: size of the prepared tokenizer; None where it is not prepared (bytes and bpe are known without data).
 
     Raises:
-        PlanError: degrees, batch, memory, schedule, vocabulary or a named option do not fit; says which numbers, and what would.
+        PlanError: degrees, batch, memory, schedule, vocabulary or a named option do not fit; says what would.
     """
     for key, value in (("tokenizer", config.tokenizer.kind), ("optimizer", config.optimizer.kind)):
         _require_available(key, value, machine)

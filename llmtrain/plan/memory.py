@@ -1,12 +1,12 @@
 """Forecast of one rank's memory: bytes by category at the instant of an update at which they sum to the most.
 
-These instants can be the highest: the loss, the backward of the last and of the first block (in between, what is freed and what
-becomes a gradient change by the same amount from block to block), and the backward of the embedding. The tensors a block keeps are
+These instants can be the highest: the loss, the backward of the norm before the head, of the last block, of the first (from block
+to block what is freed and what becomes a gradient change by the same amount) and of the embedding. The tensors a block keeps are
 counted row by row in `plan/activations.py`; here they meet weights, gradients, optimizer state, head and loss. Not counted: what a
 kernel allocates and frees inside itself, the allocator's rounding, the libraries.
 
-Legend: B sequences of a micro-batch, T tokens of a sequence, n = B T, D channels, V vocabulary, F inner width, H query heads, G key-value
-heads, C channels of a head.
+Legend: B sequences of a micro-batch, T tokens of a sequence, n = B T, D channels, V vocabulary, F inner width, H query heads,
+G key-value heads, C channels of a head.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from llmtrain.plan.activations import (
     bytes_in_backward,
     bytes_in_forward,
     bytes_kept,
+    dropout_scratch,
     norm_statistics,
 )
 from llmtrain.plan.plan import MemoryForecast
@@ -49,6 +50,7 @@ def forecast_memory(work: Workload) -> MemoryForecast:
 
 def instants(work: Workload) -> dict[str, MemoryForecast]:
     """The candidates for the highest instant, by name."""
+    norm = ("final norm backward", _final_norm_instant(work))
     return dict((*_loss_instants(work), *_block_instants(work), ("embedding backward", _embedding_instant(work))))
 
 
@@ -66,7 +68,7 @@ def _loss_instants(work: Workload) -> Iterator[tuple[str, MemoryForecast]]:
 
 
 def _whole_loss(work: Workload) -> dict[str, int]:
-    """Logits of all tokens at once: head weight in the matmul dtype, its input with ignored rows blanked, and at each instant …"""
+    """Logits of all tokens at once: the head weight, cast, its input with ignored rows blanked, and at each instant …"""
     n, dim, vocab, precision = work.tokens, work.model.dim, _vocab(work), work.precision
     matmul, exact = BYTES[precision.matmul], BYTES[precision.loss]
     head = n * dim * matmul + _head_weight_cast(work)
@@ -85,31 +87,44 @@ def _chunked_loss(work: Workload, chunk_size: int) -> int:
     """Logits of a chunk at a time; the gradients of hidden states and head weight are made in forward."""
     n, dim, vocab, precision = work.tokens, work.model.dim, _vocab(work), work.precision
     matmul, exact = BYTES[precision.matmul], BYTES[precision.loss]
-    chunk, low = min(chunk_size, n), matmul if precision.matmul != precision.loss else 0
-    # Of each chunk: scores and log-probabilities (which become their gradient), and that gradient as the matmul takes it.
-    tensors = chunk * dim * matmul + chunk * vocab * (2 * exact + low)
-    weight_product = vocab * dim * matmul
-    # The next chunk's scores are made before the names of the last one's are reused.
-    next_scores = min(chunk, n - chunk) * vocab * (exact + low)
-    graphs = 2 if work.num_microbatches > 1 else 1  # a micro-batch's graph lives until the next one's loss is there
-    return _head_weight_cast(work) + graphs * _chunked_gradients(work) + tensors + max(weight_product, next_scores)
+    chunk = min(chunk_size, n)
+    following = min(chunk, n - chunk)
+    softmax = 2 * vocab * exact  # of a token: scores and log-probabilities
+    # Of a token: the gradient, in the memory of the log-probabilities, and as the matmul takes it.
+    gradient = vocab * (exact + (matmul if matmul != exact else 0))
+    # The next chunk's softmax is done before the names of the last one's tensors are reused.
+    scores = max(chunk * softmax, chunk * gradient + following * softmax, chunk * gradient + vocab * dim * matmul)
+    return _head_weight_cast(work) + _chunked_gradients(work) + chunk * dim * matmul + scores
 
 
 def _chunked_gradients(work: Workload) -> int:
-    """What the chunked loss holds from its forward on: gradients of hidden states [n, D] and head weight [V, D]."""
+    """What the chunked loss holds between forward and backward: gradients of hidden states [n, D] and head weight [V, D]."""
     hidden = work.tokens * work.model.dim * BYTES[work.precision.matmul]
     return hidden + _vocab(work) * work.model.dim * BYTES[work.precision.weights]
 
 
+def _final_norm_instant(work: Workload) -> MemoryForecast:
+    """Every block still holds what its backward needs, and the norm's backward works on whole tensors in its own dtype."""
+    model, precision = work.model, work.precision
+    stream = work.tokens * model.dim  # [n, D]
+    head = _vocab(work) * model.dim * BYTES[precision.gradient]
+    done = 0 if model.tie_embeddings else head
+    loss = stream * BYTES[precision.matmul] + head - done  # gradients of hidden states and, until the embedding's, the head
+    # Normalised input and its products with the gradient; in a lower precision also the gradient, cast, and the result.
+    exact, casts = BYTES[precision.norm], precision.norm != precision.residual
+    scratch = stream * (2 * exact + (exact + BYTES[precision.residual] if casts else 0))
+    grads = _all_gradients(work) if work.num_microbatches > 1 else done
+    return _forecast(work, grads, model.num_layers * bytes_kept(work), loss, _inputs(work) + _final_norm(work) + scratch)
+
+
 def _block_instants(work: Workload) -> Iterator[tuple[str, MemoryForecast]]:
-    """In the last block and in the first: its forward (again, if recomputed), then its backward, the feed-forward half before attention.
+    """In the last block and in the first: its forward (again, if recomputed), its backward, feed-forward half before attention.
 
     Without recompute the first forward is where only dropout can make a peak; it is forecast with the gradients of the second.
     """
     model, gradient = work.model, BYTES[work.precision.gradient]
     head = _vocab(work) * model.dim * gradient
-    loss = _chunked_gradients(work) if isinstance(work.loss, ChunkedLoss) else 0
-    loss += head if model.tie_embeddings else 0  # waits for the gradient of the embedding
+    loss = head if model.tie_embeddings else 0  # waits for the gradient of the embedding
     block = _block_gradients(work, "")
     inner = work.tokens * model.feed_forward.hidden_dim * BYTES[work.precision.matmul]
     for name, layer in (("last", model.num_layers - 1), ("first", 0)):
@@ -129,51 +144,62 @@ def _block_instants(work: Workload) -> Iterator[tuple[str, MemoryForecast]]:
 
 
 def _feed_forward_gradients(work: Workload) -> int:
-    """Gradients alive together: stream, block output, and the inner values on both sides of the activation, or one matrix."""
+    """Gradients alive together: stream, block output, and inner values: one beside a matrix, dropped ones, or all of them."""
     n, model, precision = work.tokens, work.model, work.precision
     matmul = BYTES[precision.matmul]
     inner, matrix = n * model.feed_forward.hidden_dim, model.feed_forward.hidden_dim * model.dim
-    around_activation = (3 if model.feed_forward.kind is FeedForwardKind.SWIGLU else 2) * inner * matmul
     down_weight = inner * matmul + _matrix_gradient(work, matrix)
-    return n * model.dim * (BYTES[precision.residual] + matmul) + max(around_activation, down_weight)
+    through_dropout = inner * matmul + dropout_scratch(model.dropout.feed_forward, inner, matmul)
+    around_activation = (3 if model.feed_forward.kind is FeedForwardKind.SWIGLU else 2) * inner * matmul
+    return n * model.dim * (BYTES[precision.residual] + matmul) + max(down_weight, through_dropout, around_activation)
 
 
 def _attention_gradients(work: Workload) -> int:
-    """Gradients alive together: stream, and result and operands of attention, or on the reference the whole matrix of weights."""
+    """Gradients alive together: stream, and result and operands of attention, or on the reference its whole weights."""
     n, heads, precision = work.tokens, work.model.attention, work.precision
     stream = n * work.model.dim * BYTES[precision.residual]
     queries = n * heads.num_heads * heads.head_dim
     if work.attention_backend == REFERENCE:
+        size = BYTES[precision.softmax]
         pairs = n * heads.num_heads * work.sequence_length  # B H T T
-        return stream + (2 * pairs + 2 * queries) * BYTES[precision.softmax]
+        # The gradient that comes out of dropout has the place of the dropped weights, which are gone.
+        weights = max(2 * pairs * size, dropout_scratch(work.model.dropout.attention, pairs, size))
+        return stream + weights + 2 * queries * size
     operands = 2 * (queries + n * heads.num_kv_heads * heads.head_dim) * BYTES[precision.matmul]
     return stream + operands + _scores_in_blocks(work, FUSED_ATTENTION[work.attention_backend])
 
 
 def _scores_in_blocks(work: Workload, kernel: FusedAttention) -> int:
-    """What a fused backward made of tensor operations holds at once; 0 for a real kernel."""
+    """What a fused backward made of tensor operations holds at once, at its largest block; 0 for a real kernel."""
     if not kernel.scores_at_once:
         return 0
-    length, heads = work.sequence_length, work.model.attention
+    length, heads, batch = work.sequence_length, work.model.attention, work.micro_batch_size
     matmul, exact = BYTES[work.precision.matmul], BYTES[work.precision.softmax]
+    casts = matmul != exact
     queries = min(kernel.queries_at_once, length)
-    sequences = min(work.micro_batch_size, max(1, kernel.scores_at_once // (heads.num_heads * queries * length)))
-    scores = sequences * heads.num_heads * queries * length * exact
-    # Scores, weights and their gradient; the gradient of the last block is still there when the next block begins.
-    alive = 3 if (sequences, queries) == (work.micro_batch_size, length) else 4
-    causal = length**2 * (BOOL + matmul)  # and its slices, repeated for the heads of a group
-    slices = heads.num_heads // heads.num_kv_heads * length * (length + queries) // 2 * matmul
-    keys_and_values = 2 * sequences * heads.num_kv_heads * length * heads.head_dim * (matmul + exact)  # and their gradient sums
-    weighted_sums = 3 * work.tokens * heads.num_heads * heads.head_dim * exact  # made before the first block
-    return max(alive * scores + causal + slices + keys_and_values, weighted_sums)
+    sequences = min(batch, max(1, kernel.scores_at_once // (heads.num_heads * queries * length)))
+    chunks = sequences < batch
+    keys = length - length % queries
+    keys_before = keys - queries or chunks * keys  # of the block before, perhaps that of other sequences
+    rows = sequences * heads.num_heads * queries
+    # Scores and their softmax, and that cast; weights and their gradient of the block before.
+    scores = rows * (keys * (2 * exact + casts * matmul) + keys_before * 2 * matmul)
+    documents = work.document_mask * sequences * queries * keys * exact
+    causal = (1 + 2 * heads.num_heads // heads.num_kv_heads) * queries * length * exact  # repeated for the heads of a group
+    # Queries, gradients of results, and the queries or a product of the next step.
+    vectors = rows * heads.head_dim * 3 * matmul
+    # Keys and values, the sums of their gradients (and one of the last chunk's), and the keys as the scores take them.
+    vectors += sequences * heads.num_kv_heads * length * heads.head_dim * (2 * matmul + (2 + chunks + casts) * exact)
+    # Before the first block: products of result and gradient, and both of these, cast.
+    products = (3 if casts else 1) * work.tokens * heads.num_heads * heads.head_dim * exact
+    return max(scores + documents + causal + vectors, products)
 
 
 def _embedding_instant(work: Workload) -> MemoryForecast:
     """The last gradient: dense [V, D], beside those it is added to (the head's when tied, the earlier micro-batches')."""
     model, precision = work.model, work.precision
     table = _vocab(work) * model.dim * BYTES[precision.gradient]
-    loss = _chunked_gradients(work) if isinstance(work.loss, ChunkedLoss) else 0
-    loss += table if model.tie_embeddings else 0
+    loss = table if model.tie_embeddings else 0
     added = (model.tie_embeddings + (work.num_microbatches > 1)) * table
     stream = work.tokens * model.dim * BYTES[precision.weights]
     return _forecast(work, _all_gradients(work), 0, loss, _inputs(work) + stream + added)
@@ -204,7 +230,7 @@ def _inputs(work: Workload) -> int:
 
 
 def _final_norm(work: Workload) -> int:
-    """What the norm before the head saves: its input, the stream, and statistics; its output is gone once the loss has a copy."""
+    """What the norm before the head saves: the stream and statistics; its output is gone once the loss has a copy."""
     return block_input_bytes(work) + norm_statistics(work)
 
 

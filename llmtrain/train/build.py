@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,6 +86,7 @@ class _Run:
         folder: RunFolder,
         opening: Opening,
     ) -> None:
+        self._composed = composed
         self._config = composed.config
         self._console = console
         self._machine = machine
@@ -137,9 +139,7 @@ class _Run:
 
     def _show_card(self, peak: PeakFlops) -> None:
         config, path = self._config, self._folder.path
-        name = path.relative_to(config.run.dir) if path.is_relative_to(config.run.dir) else path
-        resume = f"llmtrain run.name={name} and the same words"
-        rows = card_rows(config, self._plan, self._machine, self._corpus, peak, path, resume)
+        rows = card_rows(config, self._plan, self._machine, self._corpus, peak, self._resume_command())
         self._console.card(f"llmtrain train · {path}", rows)
 
     def _reporter(self, sink: JsonlSink, peak: PeakFlops) -> Reporter:
@@ -194,7 +194,7 @@ class _Run:
             document |= {"val_loss": val_loss, "bits_per_byte": self._bits(val_loss)}
         if code is ExitCode.REQUEUE:
             console.block("stopped", lines, Tone.BAD)
-            console.next([f"llmtrain run.name={path.name} and the same words resume at step {state.step}"])
+            console.next([self._resume_command()])
         else:
             console.block("done", lines, Tone.GOOD)
             text = sample_text(engine.model, self._corpus, config)
@@ -206,6 +206,11 @@ class _Run:
             )
         console.document(document)
         return code
+
+    def _resume_command(self) -> str:
+        """What to type to go on with this run from anywhere the same paths mean the same."""
+        words = [word for word in self._composed.words if not word.lstrip("+").startswith("run.name=")]
+        return shlex.join(["llmtrain", *self._composed.options, *words, f"run.name={self._folder.path.name}"])
 
     def _bits(self, loss: float) -> float | None:
         return None if self._corpus.byte_frequency_bits is None else bits_per_byte(loss, self._corpus)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 from llmtrain.config.typed import Config, Packing, RecomputeKind, SyntheticData
 from llmtrain.data.corpus import Corpus
 from llmtrain.metrics.console import Row
-from llmtrain.metrics.format import format_count, format_duration, format_flops
+from llmtrain.metrics.format import format_count, format_duration, format_flops, format_lr
 from llmtrain.metrics.throughput import PeakFlops
 from llmtrain.model.generate import generate
 from llmtrain.model.transformer import Transformer
@@ -22,30 +21,20 @@ ROW_KEYS = ("launch.device", "launch.threads", "model.vocab_size", "schedule.war
 """Choices whose row of the card already shows them."""
 
 
-def card_rows(
-    config: Config, plan: Plan, machine: Machine, corpus: Corpus, peak: PeakFlops, folder: Path, resume: str
-) -> list[Row]:
-    """The run card: device, model, data, batch, every choice of `auto`, the forecast, where it goes and how to resume."""
-    reasons = {choice.key: choice for choice in plan.choices}
-    device = [plan.device, machine.device_name, _plural(plan.threads, "thread"), _speed(plan, peak)]
-    if "launch.device" in reasons:
-        device.append(f"(auto: {reasons['launch.device'].reason})")
+def card_rows(config: Config, plan: Plan, machine: Machine, corpus: Corpus, peak: PeakFlops, resume: str) -> list[Row]:
+    """The run card: device, model, data, batch, schedule, every choice of `auto`, the forecast, and how to resume."""
+    chosen = [f"{choice.key} {choice.value} (auto: {choice.reason})" for choice in plan.choices if choice.key not in ROW_KEYS]
     rows = [
-        Row("device", " · ".join(device[:-1]) + f"   {device[-1]}" if "launch.device" in reasons else " · ".join(device)),
+        Row("device", _device(plan, machine, peak)),
         Row("model", _model(plan)),
         Row("data", f"{corpus.summary}{_borders(config)}"),
         Row("batch", _batch(plan)),
         Row("schedule", _schedule(plan)),
+        *([Row("chosen", " · ".join(chosen))] if chosen else []),
+        *([Row("recompute", _recompute(plan))] if plan.recompute.kind is not RecomputeKind.NONE else []),
+        Row("forecast", f"peak {format_bytes(plan.forecast.total)}: {_categories(plan.forecast)}"),
+        Row("resume", resume, is_command=True),
     ]
-    chosen = [f"{c.key} {c.value} (auto: {c.reason})" for c in plan.choices if c.key not in ROW_KEYS]
-    if chosen:
-        rows.append(Row("chosen", " · ".join(chosen)))
-    if plan.recompute.kind is not RecomputeKind.NONE:
-        kept = f", keeping {', '.join(plan.recompute.keep)}" if plan.recompute.keep else ""
-        rows.append(Row("recompute", f"{plan.recompute.kind}{kept}"))
-    rows.append(Row("forecast", f"peak {format_bytes(plan.forecast.total)}: {_categories(plan.forecast)}"))
-    rows.append(Row("folder", str(folder)))
-    rows.append(Row("resume", resume, is_command=True))
     return rows
 
 
@@ -94,8 +83,15 @@ def _validation(loss: float, corpus: Corpus) -> str:
     return f"val {loss:.4f} = {bits_per_byte(loss, corpus):.2f} bits/byte (byte frequencies alone: {corpus.byte_frequency_bits:.2f})"
 
 
-def _speed(plan: Plan, peak: PeakFlops) -> str:
-    return f"{plan.precision.matmul} matmul {format_flops(peak.flops_per_second)} ({peak.source})"
+def _device(plan: Plan, machine: Machine, peak: PeakFlops) -> str:
+    speed = f"{plan.precision.matmul} matmul {format_flops(peak.flops_per_second)} ({peak.source})"
+    reasons = [f"   (auto: {choice.reason})" for choice in plan.choices if choice.key == "launch.device"]
+    return " · ".join([plan.device, machine.device_name, _plural(plan.threads, "thread"), speed]) + "".join(reasons)
+
+
+def _recompute(plan: Plan) -> str:
+    kept = f", keeping {', '.join(plan.recompute.keep)}" if plan.recompute.keep else ""
+    return f"{plan.recompute.kind}{kept}"
 
 
 def _model(plan: Plan) -> str:
@@ -107,9 +103,7 @@ def _model(plan: Plan) -> str:
         f"{format_count(plan.num_parameters)} parameters",
         f"{model.num_layers} layers × {model.dim}",
         heads,
-        f"{model.norm} norm",
-        f"{model.position} positions",
-        str(model.feed_forward.kind),
+        f"{model.norm} norm, {model.position}, {model.feed_forward.kind}",
         f"vocabulary {model.vocab_size:,}",
     )
     return " · ".join(parts)
@@ -118,7 +112,7 @@ def _model(plan: Plan) -> str:
 def _borders(config: Config) -> str:
     """Whether packed documents see each other must never be a surprise."""
     if config.data.packing is Packing.CONCAT:
-        return " · packed, attention crosses document borders"
+        return " · packed, attention crosses documents"
     return f" · {config.data.packing}, attention stays inside documents"
 
 
@@ -133,11 +127,15 @@ def _batch(plan: Plan) -> str:
 
 def _schedule(plan: Plan) -> str:
     schedule = plan.schedule
-    decay = f", decay over the last {schedule.decay_steps}" if schedule.decay_steps else ""
-    return (
-        f"{plan.steps:,} updates = {format_count(plan.steps * plan.batch.tokens_per_step)} tokens · {schedule.kind}, "
-        f"peak {schedule.peak_lr:g} after {_plural(schedule.warmup_steps, 'update')}{decay}, last {schedule.min_lr:g}"
-    )
+    tokens = format_count(plan.steps * plan.batch.tokens_per_step)
+    parts = [
+        f"{plan.steps:,} updates = {tokens} tokens",
+        f"{schedule.kind} {format_lr(schedule.peak_lr)} → {format_lr(schedule.min_lr)}",
+        f"warm-up {schedule.warmup_steps}",
+    ]
+    if schedule.decay_steps:
+        parts.append(f"decay {schedule.decay_steps}")
+    return " · ".join(parts)
 
 
 def _categories(forecast: MemoryForecast) -> str:

@@ -38,7 +38,8 @@ class PlainForwardBackward:
             loss_sum = self._forward(batch, DropoutKey(seed, update, batch.sample_index))
             with self._ledger.backward():
                 (loss_sum / num_targets).backward()
-            total = loss_sum.detach() if total is None else total + loss_sum.detach()
+            loss_sum = loss_sum.detach()  # lets go of the graph before the next micro-batch makes its own
+            total = loss_sum if total is None else total + loss_sum
         assert total is not None, "an update has at least one micro-batch"
         return total
 

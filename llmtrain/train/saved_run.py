@@ -13,7 +13,7 @@ import torch
 from llmtrain.checkpoint.store import CheckpointStore, match_tensors
 from llmtrain.config.compose import config_from_wire
 from llmtrain.config.errors import Problem, StorageError
-from llmtrain.config.typed import Config, LaunchConfig, SyntheticData
+from llmtrain.config.typed import AccumulationConfig, Config, LaunchConfig, SyntheticData
 from llmtrain.data.corpus import build_corpus
 from llmtrain.data.tokenizer import Tokenizer, load_tokenizer
 from llmtrain.dist.runtime import configure_process
@@ -60,7 +60,9 @@ def load_run(path: Path, launch: LaunchConfig, step: int | None = None) -> Saved
     assert wire is not None, "existing_run_folder has seen config.yaml"
     loaded = CheckpointStore(folder.checkpoints, keep=1).load(step)
     tokenizer = load_tokenizer(loaded.state["tokenizer"])
-    config = replace(config_from_wire(wire), launch=launch, precision=folder.read_precision())
+    # One sequence at a time: whether the training batch would fit on this machine is not asked.
+    alone = AccumulationConfig(global_batch_size=1, global_batch_tokens=None, micro_batch_size=1)
+    config = replace(config_from_wire(wire), launch=launch, precision=folder.read_precision(), accumulation=alone)
     plan = make_plan(config, detect_machine(launch), vocab_size=tokenizer.vocab_size)
     configure_process(threads=plan.threads, deterministic=config.train.deterministic)
     model = build_on_meta(plan)

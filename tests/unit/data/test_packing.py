@@ -68,7 +68,7 @@ def test_padded_rows(make_stream: Maker) -> None:
     ]
     assert rows.tokens[3, 0] == 1014
     assert rows.positions is not None and rows.positions.tolist() == [[0, 1, 2, 3]] * 3 + [[0, 0, 1, 2]]
-    assert rows.document_ids is not None and rows.document_ids.tolist() == [[0] * 4] * 3 + [[0, 1, 1, 1]]
+    assert rows.document_ids is not None and rows.document_ids.tolist() == [[0] * 4] * 3 + [[0, -1, -1, -1]]
 
 
 @given(

@@ -229,3 +229,19 @@ def test_head_weight_and_logits() -> None:
     assert tied.head_weight is tied.embed.weight and untied.head_weight is not untied.embed.weight
     hidden = torch.randn(3, 32)
     torch.testing.assert_close(untied.logits(hidden), F.linear(hidden, untied.head_weight))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_can_be_traced_without_memory(shape: str, backend: str, loss: str) -> None:
+    """On the meta device every tensor has a shape and no content: what plans and dry runs are made of."""
+    attention = DROPOUT.attention if backend == "reference" else 0.0
+    with torch.device("meta"):
+        model = Transformer(
+            replace(SHAPES[shape], dropout=replace(DROPOUT, attention=attention)), PRECISION_TABLES["bf16"], backend
+        )
+        tokens = torch.zeros(2, 16, dtype=torch.long)
+        hidden = model(tokens, document_ids=tokens, dropout_key=DropoutKey(0, 0, torch.arange(2)))
+        loss_of(model, hidden, tokens, LOSSES[loss]).backward()
+    assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())

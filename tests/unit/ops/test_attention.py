@@ -14,8 +14,6 @@ from llmtrain.ops.attention import (
     ATTENTION_BACKENDS,
     AttentionDropout,
     AttentionName,
-    DocumentMask,
-    attend,
     attention_backend,
     availability,
     document_mask,
@@ -38,8 +36,8 @@ def documents(batch_size: int, *lengths: int) -> Tensor:
     return row.repeat(batch_size, 1)
 
 
-def run(name: str, query: Tensor, key: Tensor, value: Tensor, mask: DocumentMask | None = None) -> Tensor:
-    return attend(ATTENTION_BACKENDS[AttentionName(name)], query, key, value, mask, NO_DROPOUT)
+def run(name: str, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None) -> Tensor:
+    return ATTENTION_BACKENDS[AttentionName(name)].function(query, key, value, allowed, NO_DROPOUT)
 
 
 def in_loops(query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None) -> Tensor:
@@ -116,22 +114,23 @@ def test_b30_documents_do_not_see_each_other(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("poison", [0.0, 1e30, math.inf, math.nan])
 @pytest.mark.parametrize("where", ["left", "right", "whole row"])
-def test_b49_padding_gives_zeros_and_reaches_nobody(name: str, poison: float, where: str) -> None:
+def test_b49_padding_reaches_nobody(name: str, where: str) -> None:
+    """Padding of any size; that of NaN is ended at the embedding, see the test of the model."""
     ids = documents(2, 7, 6)
     padding = {"left": ids == 0, "right": ids == 1, "whole row": (ids >= 0) & (torch.arange(2) == 1)[:, None]}[where]
-    mask = document_mask(ids.masked_fill(padding, -1))
-    hidden = padding[:, None, :, None]
-    clean = [heads(4, 13, seed=seed).masked_fill(hidden, 0.0).requires_grad_() for seed in range(3)]
-    dirty = [tensor.detach().masked_fill(hidden, poison).requires_grad_() for tensor in clean]
-    upstream = heads(4, 13, seed=3)
-    outs = [run(name, *tensors, mask) for tensors in (clean, dirty)]
-    assert torch.equal(outs[0], outs[1])
-    assert (outs[1].masked_select(hidden) == 0).all()
-    for expected, found in zip(*(torch.autograd.grad(out, tensors, upstream) for out, tensors in zip(outs, (clean, dirty)))):
-        assert found.isfinite().all() and torch.equal(found, expected)
-        assert (found.masked_select(hidden) == 0).all()
+    allowed, hidden = document_mask(ids.masked_fill(padding, -1)), padding[:, None, :, None]
+    upstream = heads(4, 13, seed=3).masked_fill(hidden, 0.0)
+    results = []
+    for filling in (0.0, 1e15):
+        tensors = [heads(4, 13, seed=seed).masked_fill(hidden, filling).requires_grad_() for seed in range(3)]
+        out = run(name, *tensors, allowed)
+        results.append([out, *torch.autograd.grad(out, tensors, upstream)])
+    for clean, dirty in zip(*results, strict=True):
+        assert dirty.isfinite().all()
+        assert torch.equal(clean.masked_select(~hidden), dirty.masked_select(~hidden))
+    for gradient in results[1][1:]:
+        assert (gradient.masked_select(hidden) == 0).all()
 
 
 def test_dropped_weights_of_reference() -> None:
@@ -141,8 +140,8 @@ def test_dropped_weights_of_reference() -> None:
     value = torch.eye(length).expand(2, 2, length, length)
     backend = ATTENTION_BACKENDS[AttentionName.REFERENCE]
     dropout_key = DropoutKey(seed=0, update=0, samples=torch.tensor([4, 9]))
-    plain = attend(backend, query, key, value, None, NO_DROPOUT)
-    dropped = attend(backend, query, key, value, None, AttentionDropout(0.25, dropout_key, layer=1))
+    plain = backend.function(query, key, value, None, NO_DROPOUT)
+    dropped = backend.function(query, key, value, None, AttentionDropout(0.25, dropout_key, layer=1))
     kept = dropped != 0
     torch.testing.assert_close(dropped[kept], plain[kept] / 0.75)
     possible = plain != 0
@@ -152,15 +151,14 @@ def test_dropped_weights_of_reference() -> None:
 
 
 def test_document_mask_is_causal_within_a_document() -> None:
-    mask = document_mask(torch.tensor([[0, 0, 1, 1, -1]]))
-    assert mask.allowed[0, 0].int().tolist() == [
+    allowed = document_mask(torch.tensor([[0, 0, 1, 1, -1]]))
+    assert allowed[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [0, 0, 1, 0, 0],
         [0, 0, 1, 1, 0],
         [0, 0, 0, 0, 1],
     ]
-    assert mask.padding.flatten().tolist() == [False] * 4 + [True]
 
 
 def test_what_a_backend_cannot_do_is_refused() -> None:

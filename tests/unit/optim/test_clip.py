@@ -11,7 +11,7 @@ def gradients():
 
 
 @pytest.mark.parametrize("norm_type, value", [(2.0, 5.0), (math.inf, 4.0)])
-def test_norm_is_that_of_one_long_vector(norm_type, value):
+def test_b07_norm_is_that_of_one_long_vector(norm_type, value):
     assert global_norm(gradients(), norm_type).item() == value
 
 

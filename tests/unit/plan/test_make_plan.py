@@ -1,4 +1,4 @@
-"""make_plan: horizons, schedules, vocabularies and every `auto`, each with its reason; what does not fit is refused by numbers."""
+"""make_plan: horizons, schedules, vocabularies and every `auto` with its reason; what does not fit is refused by numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory forecast against what autograd really saves (byte for byte) and what the storage ledger measures in a whole update."""
+"""The memory forecast against what autograd saves, byte for byte, and what the storage ledger measures in a whole update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmtrain.ops.blocked_attention import QUERIES_PER_BLOCK, SCORES_PER_BLOCK
 from llmtrain.ops.cross_entropy import build_loss
 from llmtrain.ops.random import DropoutKey
 from llmtrain.optim.build import build_optimizer
-from llmtrain.parallel.recompute import apply_recompute
+from llmtrain.parallel.recompute import OPERATION_FAMILIES, apply_recompute
 from llmtrain.plan.activations import FUSED_ATTENTION, Workload, block_rows, bytes_kept
 from llmtrain.plan.memory import forecast_memory, instants
 from llmtrain.plan.precision import PRECISION_TABLES
@@ -94,6 +94,20 @@ def bytes_saved(work: Workload) -> int:
     return sum(storage.nbytes() for storage in saved.values())
 
 
+def bytes_held(work: Workload) -> int:
+    """Bytes that blocks made and that outlive a forward, also those selective recompute keeps without telling autograd."""
+    model, batch, ledger = build(work), random_batch(work), StorageLedger(torch.device("cpu"))
+    ledger.watch(model)
+    with ledger.window():
+        hidden = model(batch.tokens, batch.positions, batch.document_ids, DropoutKey(0, 1, batch.sample_index))
+    with ledger.window():  # nothing happens in it, so its peak is what was there at its start
+        pass
+    del hidden
+    summary = ledger.summary()
+    assert summary is not None
+    return summary.at_peak["activations"]
+
+
 def measure_update(work: Workload) -> MemorySummary:
     """The second update of a run, as the engine makes it, under the ledger."""
     model = build(work)
@@ -130,6 +144,20 @@ def test_a_block_saves_what_its_rows_say(make_config, family, precision, backend
         assert bytes_saved(two) - bytes_saved(one) == bytes_kept(work)
 
 
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recomputed_block_keeps_what_its_rows_say(make_config, family, precision, backend) -> None:
+    """Each family of operations alone: the results it keeps are the rows that carry its name."""
+    if family == "attention_dropout" and not ATTENTION_BACKENDS[backend].supports_dropout:
+        pytest.skip("attention dropout is refused on this backend")
+    base = workload(make_config(TINY | FAMILIES[family] | {"data.sequence_length": 48}), precision, backend, 2)
+    for kept in OPERATION_FAMILIES:
+        work = replace(base, recompute=RecomputeConfig(RecomputeKind.SELECTIVE, (kept,)))
+        one, two = (replace(work, model=replace(work.model, num_layers=layers)) for layers in (1, 2))
+        assert bytes_held(two) - bytes_held(one) == bytes_kept(work), kept
+
+
 UPDATES = [
     # size, family, precision, backend, recompute, loss, micro-batch, micro-batches, documents
     (TINY, "llama", "fp32", "sdpa", "none", "reference", 2, 1, False),
@@ -149,6 +177,10 @@ UPDATES = [
     (TINY, "attention_dropout", "bf16", "reference", "full", "chunked", 4, 2, False),
     (TINY, "llama", "bf16", "blocked", "none", "reference", 4, 1, False),
     (TINY, "gpt2", "fp32", "blocked", "full", "reference", 4, 2, True),
+    (TINY, "llama_grouped_qk_norm", "bf16", "blocked", "full", "chunked", 32, 2, False),
+    (TINY | {"model.num_layers": 1}, "llama", "bf16", "sdpa", "none", "chunked", 32, 2, False),
+    (TINY | {"model.vocab_size": 4096}, "gpt2", "bf16", "sdpa", "none", "chunked", 2, 2, False),
+    (TINY, "llama_dropout", "bf16", "blocked", "full", "chunked", 8, 2, False),
 ]
 
 
