@@ -51,7 +51,7 @@ def forecast_memory(work: Workload) -> MemoryForecast:
 def instants(work: Workload) -> dict[str, MemoryForecast]:
     """The candidates for the highest instant, by name."""
     norm = ("final norm backward", _final_norm_instant(work))
-    return dict((*_loss_instants(work), *_block_instants(work), ("embedding backward", _embedding_instant(work))))
+    return dict((*_loss_instants(work), norm, *_block_instants(work), ("embedding backward", _embedding_instant(work))))
 
 
 def _loss_instants(work: Workload) -> Iterator[tuple[str, MemoryForecast]]:
