@@ -27,7 +27,7 @@ from llmtrain.data.loader import Batch
 from llmtrain.dist.runtime import configure_process
 from llmtrain.metrics.console import PlainConsole
 from llmtrain.metrics.memory import NoLedger
-from llmtrain.metrics.meters import DeviceMemory
+from llmtrain.metrics.meters import DeviceMeter
 from llmtrain.metrics.sinks import open_sink
 from llmtrain.metrics.throughput import Throughput
 from llmtrain.ops.cross_entropy import build_loss
@@ -53,7 +53,7 @@ def trainer_seconds(config: Config, plan: Plan, corpus: Corpus, updates: int, fo
         console=console,
         sink=sink,
         ledger=NoLedger(),
-        device_memory=DeviceMemory(device),
+        device_meter=DeviceMeter(device),
         peak_flops=1.0,
         throughput=Throughput(),
     )

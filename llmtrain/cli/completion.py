@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmtrain.cli.arguments import OPTIONS, SHORT, VALUES, Arguments
 from llmtrain.cli.request import RUN_FILE
-from llmtrain.cli.verbs import DEFAULT_VERB, VERBS
+from llmtrain.cli.verbs import DEFAULT_VERB, VERBS, Verb
 from llmtrain.config import keys
 from llmtrain.config.compose import group_options
 from llmtrain.config.keys import KeyInfo, ValueKind, leaves
@@ -80,21 +80,20 @@ def _words(typed: Sequence[str], word: str) -> list[str]:
         return [f"{key}={done}{choice}" for choice in _values(key.lstrip("+"), typed)]
     if word.startswith("+"):
         return [f"+{group}=" for group in GROUPS]
-    verb = next((other for other in typed if other in VERBS), None)
-    sections = VERBS[verb or DEFAULT_VERB].sections
-    found = [] if verb else [entry.name for entry in VERBS.values() if entry.built]
-    found += [f"{group}=" for group in GROUPS if sections is None or group in sections]
-    found += _keys(word, sections)
-    return found + (_run_folders(word) if verb and VERBS[verb].folders else [])
+    named = next((other for other in typed if other in VERBS), None)
+    verb = VERBS[named or DEFAULT_VERB]
+    found = [] if named else [entry.name for entry in VERBS.values() if entry.built]
+    found += [f"{group}=" for group in GROUPS if verb.reads(group)]
+    found += _keys(word, verb)
+    return found + (_run_folders(word) if verb.folders else [])
 
 
-def _keys(word: str, allowed: Sequence[str] | None) -> Iterable[str]:
+def _keys(word: str, verb: Verb) -> Iterable[str]:
     """Sections with a dot, and the keys of the section already typed: one level at a time."""
     depth = word.count(".") + 1
-    for name in leaves():
+    for name in filter(verb.reads, leaves()):
         parts = name.split(".")
-        if allowed is None or parts[0] in allowed:
-            yield ".".join(parts[:depth]) + ("=" if len(parts) <= depth else ".")
+        yield ".".join(parts[:depth]) + ("=" if len(parts) <= depth else ".")
 
 
 def _values(key: str, typed: Sequence[str]) -> Iterable[str]:

@@ -13,11 +13,6 @@ from llmtrain.cli.arguments import Arguments, parse_arguments
 from llmtrain.cli.verbs import VERBS
 from llmtrain.config.errors import ExitCode, LlmtrainError
 
-INTERRUPTED = 130
-"""Ctrl-C where there was nothing to save; after a save it is `ExitCode.REQUEUE`."""
-READER_GONE = 141
-"""Standard output was closed by its reader, as in `llmtrain --help | head`."""
-
 
 def dispatch(argv: Sequence[str]) -> int:
     """Carry out a command line (without the program's name); never raises an `Exception`."""
@@ -30,11 +25,11 @@ def dispatch(argv: Sequence[str]) -> int:
         return int(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED
     except BrokenPipeError:
         # Python flushes standard output once more at exit and would complain then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return READER_GONE
+        return ExitCode.READER_GONE
     except Exception:
         traceback.print_exc()
         print(f"this is a fault of llmtrain {__version__}, not of your config: please report the lines above", file=sys.stderr)

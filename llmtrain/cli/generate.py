@@ -20,11 +20,15 @@ def run(arguments: Arguments) -> int:
         from llmtrain.train.saved_run import generate_text
 
         prompt, pieces = config.generate.prompt, generate_text(folder, config)
+        first = next(pieces, "")
         if config.output == "json":
-            console.document({"run": str(folder), "prompt": prompt, "text": "".join(pieces)})
+            console.status("generating")
+            console.document({"run": str(folder), "prompt": prompt, "text": first + "".join(pieces)})
             return 0
+        # The text may go to the terminal the status is shown on, and would be drawn over.
+        console.status("")
         is_screen = sys.stdout.isatty()
-        for piece in itertools.chain([prompt], pieces):
+        for piece in itertools.chain([prompt, first], pieces):
             print(printable(piece) if is_screen else piece, end="", flush=True)
         print()
     return 0

@@ -18,12 +18,17 @@ from types import FrameType
 from typing import TextIO
 
 from llmtrain.cli.arguments import Arguments
-from llmtrain.cli.sweep_table import JobResult, read_metrics, read_result, table, write_csv
+from llmtrain.cli.request import refuse_unread
+from llmtrain.cli.sweep_table import METRICS_FILE, JobResult, read_result, table, write_csv
 from llmtrain.cli.text import page_width
+from llmtrain.cli.verbs import VERBS
 from llmtrain.config.compose import Composed, compose_config
 from llmtrain.config.errors import ConfigError, ExitCode, Problem, StorageError
+from llmtrain.config.paths import user_path
 from llmtrain.config.sweep import Job, expand_sweep, split_word
 from llmtrain.dist.world import read_launch
+from llmtrain.metrics.sinks import finite_json, newest_record
+from llmtrain.train.signals import STOP_SIGNALS
 
 LONGEST_NAME = 80
 """Characters of a job's folder name that come from its changed keys."""
@@ -32,17 +37,8 @@ REPORT_SECONDS = 3.0
 """Shortest time between two lines about a running job where lines cannot be rewritten."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a job's process ended."""
-
-    exit_code: int
-    stopped: bool
-    """Whether the sweep was told to stop meanwhile."""
-
-
-Runner = Callable[[Sequence[str], Path, Callable[[], None]], Outcome]
-"""Runs a command with its output going to a file, and calls the third argument now and then while it waits."""
+Runner = Callable[[Sequence[str], Path, Sequence[int], Callable[[str], None]], int]
+"""Runs a command and returns its exit code; see `run_process`."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,8 @@ def run(arguments: Arguments) -> int:
     with _writing(file):
         write_csv(file, results)
     if sweep.output == "json":
-        print(json.dumps({"folder": str(sweep.folder), "jobs": [result.to_dict() for result in results]}, indent=2))
+        document = {"folder": str(sweep.folder), "jobs": [result.to_dict() for result in results]}
+        print(json.dumps(finite_json(document), indent=2, allow_nan=False))
     else:
         print("\n".join(table(results)))
     print(f"saved  {file}", file=progress)
@@ -82,8 +79,9 @@ def lay_out(arguments: Arguments) -> Sweep:
     """Expand the swept words and name folder and jobs.
 
     Raises:
-        ConfigError: no job composes, or the words sweep the name or parent of the folder.
+        ConfigError: no job composes, or the words sweep the name or parent of the folder, or set what a training does not read.
     """
+    refuse_unread(VERBS[arguments.verb], arguments.words)
     jobs = tuple(expand_sweep(arguments.words, config_dirs=arguments.config_dirs))
     for key in ("run.name", "run.dir", "output"):
         if any(key in job.changed for job in jobs):
@@ -92,7 +90,8 @@ def lay_out(arguments: Arguments) -> Sweep:
             )
     composed = _first_that_composes(jobs, arguments)
     read_launch(os.environ, composed.config.launch.nproc)  # a sweep inside torchrun would run once on every rank
-    folder = Path(composed.config.run.dir) / (composed.config.run.name or _default_name(composed))
+    run = composed.config.run
+    folder = user_path(run.dir, f"run.dir={run.dir}") / (run.name or _default_name(composed))
     names = tuple(f"{index}{job_suffix(job.changed)}" for index, job in enumerate(jobs))
     options = [f"--config-name={arguments.config_name}", *(f"--config-dir={directory}" for directory in arguments.config_dirs)]
     commands = tuple(
@@ -151,6 +150,10 @@ def _default_name(composed: Composed) -> str:
 def run_jobs(sweep: Sweep, runner: Runner, progress: TextIO) -> tuple[list[JobResult], bool]:
     """Run the jobs in order; a failing one is a row and not the end.
 
+    A stop signal (SIGINT, SIGTERM, SIGUSR1) lets the running job save and end, and no other is started. Further signals change
+    nothing: to a job a second Ctrl-C means "do not even save", so a signal of each kind is passed on once, and the progress line says
+    how to end the job at once.
+
     Returns:
         One result a job that was started, and whether the sweep was told to stop.
     """
@@ -158,16 +161,17 @@ def run_jobs(sweep: Sweep, runner: Runner, progress: TextIO) -> tuple[list[JobRe
     with _writing(logs):
         logs.mkdir(parents=True, exist_ok=True)
     results: list[JobResult] = []
-    for number, (job, name, command) in enumerate(zip(sweep.jobs, sweep.names, sweep.commands, strict=True), start=1):
-        title = f"{number}/{len(sweep.jobs)}  {' '.join(f'{key}={value}' for key, value in job.changed.items())}"
-        log, folder = logs / f"{name}.log", sweep.folder / name
-        told = _JobProgress(title, folder, progress)
-        outcome = runner(command, log, told.tick)
-        result = read_result(folder, log, job.changed, outcome.exit_code, told.elapsed_seconds)
-        results.append(result)
-        told.end(result.summary())
-        if outcome.stopped or outcome.exit_code == ExitCode.REQUEUE:
-            return results, True
+    with _noted_signals() as noted:
+        for number, (job, name, command) in enumerate(zip(sweep.jobs, sweep.names, sweep.commands, strict=True), start=1):
+            title = f"{number}/{len(sweep.jobs)}  {' '.join(f'{key}={value}' for key, value in job.changed.items())}"
+            log, folder = logs / f"{name}.log", sweep.folder / name
+            told = _JobProgress(title, folder, progress)
+            exit_code = runner(command, log, noted, told.tick)
+            result = read_result(folder, log, job.changed, exit_code, told.elapsed_seconds)
+            results.append(result)
+            told.end(result.summary())
+            if noted or exit_code == ExitCode.REQUEUE:
+                return results, True
     return results, False
 
 
@@ -186,6 +190,7 @@ class _JobProgress:
     def __init__(self, title: str, folder: Path, stream: TextIO) -> None:
         self._title, self._folder, self._stream = title, folder, stream
         self._live = stream.isatty()
+        self._note = ""
         self._began = self._said = time.monotonic()
         self._say("started")
 
@@ -193,13 +198,21 @@ class _JobProgress:
     def elapsed_seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def tick(self) -> None:
-        """Say how far the job is, if it is time to."""
+    def tick(self, note: str) -> None:
+        """Say how far the job is, if it is time to; a note that is new is said at once."""
         pause = POLL_SECONDS if self._live else max(REPORT_SECONDS, self.elapsed_seconds / 10)
-        if time.monotonic() - self._said >= pause:
-            records = read_metrics(self._folder)
-            told = f"step {records[-1]['step']} · loss {float(records[-1]['loss']):.4f}" if records else "preparing"
-            self._say(f"{told} · {self.elapsed_seconds:,.0f} s")
+        if time.monotonic() - self._said >= pause or note != self._note:
+            self._note = note
+            told = [self._position(), f"{self.elapsed_seconds:,.0f} s", note]
+            self._say(" · ".join(filter(None, told)))
+
+    def _position(self) -> str:
+        try:
+            newest = newest_record(self._folder / METRICS_FILE)
+        except StorageError as error:
+            # The job goes on, whatever keeps the sweep from looking at it.
+            return error.problems[0].what
+        return "preparing" if newest is None else f"step {newest['step']} · loss {newest['loss']:.4f}"
 
     def end(self, told: str) -> None:
         """The line that stays."""
@@ -216,31 +229,45 @@ class _JobProgress:
             print(line, file=self._stream, flush=True)
 
 
-def run_process(command: Sequence[str], log: Path, tick: Callable[[], None]) -> Outcome:
-    """Run a job; Ctrl-C and SIGTERM are passed on once, so that it saves, and are reported after it has ended."""
-    # A process group of its own: the terminal would otherwise signal the job too, and a second Ctrl-C means "do not even save".
+def run_process(command: Sequence[str], log: Path, noted: Sequence[int], tick: Callable[[str], None]) -> int:
+    """Run a job and wait for it.
+
+    Args:
+        command: its words.
+        log: file that what it prints goes to.
+        noted: stop signals the sweep has received so far, each kind once; may grow meanwhile. Each is passed on to the job.
+        tick: called now and then, with what is to be known about the job besides how far it is.
+
+    Returns:
+        The exit code, minus the number of the signal that ended the job if one did.
+    """
+    # A process group of its own: the terminal would otherwise signal the job too, at every Ctrl-C.
     with log.open("w", encoding="utf-8") as output:
         job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0)
-    with _passing_on_signals(job) as received:
-        while True:
-            try:
-                return Outcome(job.wait(POLL_SECONDS), bool(received))
-            except subprocess.TimeoutExpired:
-                tick()
+    num_passed_on, note = 0, ""
+    while True:
+        try:
+            return job.wait(POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            while num_passed_on < len(noted):
+                job.send_signal(noted[num_passed_on])
+                num_passed_on += 1
+                note = f"told to stop, saving first (kill -KILL {job.pid} ends it without)"
+            tick(note)
 
 
 @contextmanager
-def _passing_on_signals(job: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Context in which stop signals go to the job; yields the list they are noted in."""
-    received: list[int] = []
+def _noted_signals() -> Iterator[list[int]]:
+    """Context in which stop signals end nothing but are noted in a list, each kind once, for the loop that waits to look at."""
+    noted: list[int] = []
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        job.send_signal(number)
+    def note(number: int, frame: FrameType | None) -> None:
+        if number not in noted:
+            noted.append(number)
 
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, note) for number in STOP_SIGNALS}
     try:
-        yield received
+        yield noted
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import statistics
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.cli.text import align
+from llmtrain.metrics.sinks import read_metrics
 
 MIB = 2**20
+METRICS_FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class JobResult:
     tokens_per_second: float | None
     """Median over the updates."""
     peak_memory_bytes: int | None
+    damaged_records: int = 0
+    """Lines of `metrics.jsonl` that could not be read and are in no figure."""
 
     def to_dict(self) -> dict[str, Any]:
         """Flat and JSON-able; the changed keys under their dotted names."""
@@ -42,6 +47,7 @@ class JobResult:
             "tokens_per_second": self.tokens_per_second,
             "peak_memory_bytes": self.peak_memory_bytes,
             "steps": self.steps,
+            "damaged_records": self.damaged_records,
             "seconds": round(self.seconds, 1),
             "exit_code": self.exit_code,
             "reason": self.reason,
@@ -64,15 +70,20 @@ class JobResult:
     def summary(self) -> str:
         """The row as a line by itself."""
         val_loss, rate, peak, seconds, ended = self.cells()
-        return f"{ended} · val loss {val_loss} · {rate} tok/s · {peak} MiB · {seconds} s"
+        damaged = f" · {self.damaged_records} damaged lines of metrics.jsonl left out" if self.damaged_records else ""
+        return f"{ended} · val loss {val_loss} · {rate} tok/s · {peak} MiB · {seconds} s{damaged}"
 
 
 def read_result(folder: Path, log: Path, changed: Mapping[str, str], exit_code: int, seconds: float) -> JobResult:
-    """Collect a finished job's row from its run folder and, where it never made one, from its output."""
-    records = read_metrics(folder)
-    # float: values that are not finite are written as text ("NaN").
-    rates = [float(record["tokens_per_second"]) for record in records if "tokens_per_second" in record]
-    losses = [float(record["val_loss"]) for record in records if "val_loss" in record]
+    """Collect a finished job's row from its run folder and, where it never made one, from its output.
+
+    Raises:
+        StorageError: the folder cannot be read.
+    """
+    metrics = read_metrics(folder / METRICS_FILE)
+    records = metrics.records
+    rates = [record["tokens_per_second"] for record in records if "tokens_per_second" in record]
+    losses = [record["val_loss"] for record in records if "val_loss" in record]
     peaks = [record["peak_memory_bytes"] for record in records if "peak_memory_bytes" in record]
     return JobResult(
         folder=folder,
@@ -84,30 +95,31 @@ def read_result(folder: Path, log: Path, changed: Mapping[str, str], exit_code: 
         val_loss=losses[-1] if losses else None,
         tokens_per_second=statistics.median(rates) if rates else None,
         peak_memory_bytes=max(peaks, default=None),
+        damaged_records=metrics.num_damaged,
     )
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Records of `metrics.jsonl`; a line the running job has only half written is left out."""
-    file = folder / "metrics.jsonl"
-    if not file.is_file():
-        return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _reason(folder: Path, log: Path) -> str:
     """The reason the job wrote into `status.json`, else the first error it printed with its rule, else its last line."""
-    status = folder / "status.json"
-    if status.is_file():
-        reason = json.loads(status.read_text(encoding="utf-8")).get("reason")
-        if reason:
-            return str(reason).splitlines()[0]
+    reason = _told_reason(folder / "status.json")
+    if reason:
+        return reason
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+    for line, following in itertools.zip_longest(lines, lines[1:], fillvalue=""):
         if line.startswith("error: "):
             rule = following.removeprefix("  rule  ") if following.startswith("  rule  ") else ""
             return ": ".join(filter(None, (line.removeprefix("error: "), rule)))
     return lines[-1] if lines else "no output"
+
+
+def _told_reason(status: Path) -> str:
+    """First line of the reason in a status file; empty where there is none to be read."""
+    try:
+        document = json.loads(status.read_bytes())
+    except (OSError, ValueError):
+        return ""
+    reason = document.get("reason") if isinstance(document, dict) else None
+    return str(reason or "").partition("\n")[0]
 
 
 def table(results: Sequence[JobResult]) -> list[str]:

@@ -16,11 +16,21 @@ class Verb:
     """Run folders it takes, no more and no fewer."""
     sections: tuple[str, ...] | None = None
     """Config sections it reads; None = all of them."""
+    unread: tuple[str, ...] = ()
+    """Keys, or whole sections, among those that it does not read."""
     built: bool = True
 
     @property
     def module(self) -> str:
         return f"llmtrain.cli.{self.name}"
+
+    def reads(self, key: str) -> bool:
+        """Whether it reads a key, or an option of a group; a word for what it does not read is refused and not ignored.
+
+        Files are not looked at: one experiment may serve several verbs.
+        """
+        section = key.partition(".")[0]
+        return (self.sections is None or section in self.sections) and not {key, section} & set(self.unread)
 
 
 PHASES = ("before", "run", "prove", "after")
@@ -30,10 +40,21 @@ NOT_AVAILABLE = "not available in this version"
 VERBS = {
     verb.name: verb
     for verb in (
-        Verb("doctor", "before", "versions, devices and every option, with the reason where one is not available"),
+        Verb(
+            "doctor",
+            "before",
+            "versions, devices and every option, with the reason where one is not available",
+            sections=("launch", "output"),
+        ),
         Verb("plan", "before", "where memory and time will go", built=False),
         Verb("prepare", "before", "turn text into token files", built=False),
-        Verb("train", "run", "train a model; with the run.name of an earlier run, resume it"),
+        # The sample at the end of a training begins a new text with the other keys of `generate`.
+        Verb(
+            "train",
+            "run",
+            "train a model; with the run.name of an earlier run, resume it",
+            unread=("evaluate", "generate.step", "generate.prompt"),
+        ),
         Verb("evaluate", "run", "score the validation text with a checkpoint", 1, ("evaluate", "launch", "output")),
         Verb("generate", "run", "continue a prompt with a checkpoint", 1, ("generate", "launch", "output")),
         Verb("check", "prove", "same loss and gradients as one process", built=False),

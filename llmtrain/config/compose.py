@@ -33,7 +33,7 @@ from llmtrain.config.suggest import either, nearest_words
 from llmtrain.config.typed import Config, build_config
 from llmtrain.config.words import STACKING, Request, read_words
 
-__all__ = ["Composed", "changed_keys", "compose_config", "config_from_wire", "group_options", "to_yaml"]
+__all__ = ["Composed", "compose_config", "config_from_wire", "group_options", "to_yaml"]
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,6 @@ def to_yaml(wire: Mapping[str, Any]) -> str:
     """A resolved config as YAML; reading it gives the same values, text that looks like a number included."""
     text: str = yaml.safe_dump(dict(wire), sort_keys=False, allow_unicode=True, width=128)
     return text
-
-
-def changed_keys(old_wire: Mapping[str, Any], new_wire: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The keys whose values differ, each with the old and the new value; None for a key that one of them lacks."""
-    old, new = dict(flatten(old_wire)), dict(flatten(new_wire))
-    return {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
 
 
 @dataclass

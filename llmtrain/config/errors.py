@@ -23,6 +23,10 @@ class ExitCode(IntEnum):
     REQUEUE = 75
     NUMERICS = 77
     OUT_OF_MEMORY = 78
+    INTERRUPTED = 130
+    """Ctrl-C where there was nothing to save; after a save it is REQUEUE."""
+    READER_GONE = 141
+    """Standard output was closed by its reader, as in `llmtrain --help | head`."""
 
 
 @dataclass(frozen=True)
@@ -87,3 +91,12 @@ class OutOfMemoryError(LlmtrainError):
     """The device or host refused an allocation."""
 
     exit_code = ExitCode.OUT_OF_MEMORY
+
+
+def exit_code_of(error: BaseException) -> ExitCode:
+    """The exit code a process ends with because of `error`."""
+    if isinstance(error, LlmtrainError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    return ExitCode.READER_GONE if isinstance(error, BrokenPipeError) else ExitCode.FAULT

@@ -14,16 +14,20 @@ from functools import partial
 from typing import Any
 
 from llmtrain.config import schema
+from llmtrain.config.defaults import (
+    BYTE_VOCAB_SIZE,
+    DEFAULT_BPE_VOCAB_SIZE,
+    DEFAULT_GLOBAL_BATCH_SIZE,
+    DEFAULT_STEPS,
+    auto_decay_steps,
+    auto_warmup_steps,
+)
 from llmtrain.config.errors import Problem
 from llmtrain.config.keys import leaves
 from llmtrain.config.suggest import divisors_near, either, multiples_near
-from llmtrain.config.typed import DEFAULT_BPE_VOCAB_SIZE, DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_STEPS
 
 PAIRS = (("train.steps", "train.tokens"), ("accumulation.global_batch_size", "accumulation.global_batch_tokens"))
 """Two ways to say one thing; at most one of a pair is given."""
-
-BYTE_VOCAB_SIZE = 258
-"""256 bytes, begin and end of text."""
 
 DEGREES = (*(f"parallelism.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")), "launch.nproc")
 """Keys that say how many ranks there are along an axis, or in all."""
@@ -156,17 +160,16 @@ def warmup_within_steps(wire: schema.Config) -> Problem | None:
     warmup, steps = wire.schedule.warmup_steps, _steps(wire)
     if isinstance(warmup, str) or warmup <= steps:
         return None
-    return Problem(
-        f"schedule.warmup_steps={warmup}", f"at most the {steps} updates of the run", f"schedule.warmup_steps={steps // 10}"
-    )
+    cure = f"schedule.warmup_steps={auto_warmup_steps(steps)}"
+    return Problem(f"schedule.warmup_steps={warmup}", f"at most the {steps} updates of the run", cure)
 
 
 def wsd_phases_within_steps(wire: schema.Config) -> Problem | None:
     if wire.schedule.kind != "wsd":
         return None
     steps = _steps(wire)
-    warmup = min(100, steps // 10) if isinstance(wire.schedule.warmup_steps, str) else wire.schedule.warmup_steps
-    decay = steps // 5 if wire.schedule.decay_steps is None else wire.schedule.decay_steps
+    warmup = auto_warmup_steps(steps) if isinstance(wire.schedule.warmup_steps, str) else wire.schedule.warmup_steps
+    decay = auto_decay_steps(steps) if wire.schedule.decay_steps is None else wire.schedule.decay_steps
     if warmup + decay <= steps or warmup > steps:
         return None
     rule = f"warm-up of {warmup} + decay of {decay} within the {steps} updates of the run"

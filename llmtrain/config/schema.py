@@ -15,6 +15,16 @@ from typing import Any, Dict, List, Optional, Union
 
 AUTO = "auto"
 
+# Bounds of counts: beyond what anyone trains, small enough that no product or loop over divisors gets out of hand.
+MAX_UPDATES = 2**40
+MAX_TOKENS = 2**48
+MAX_SEQUENCES = 2**24
+MAX_BATCH_TOKENS = 2**36
+MAX_WIDTH = 2**20
+MAX_LAYERS = 2**12
+MAX_ROWS = 2**24
+MAX_RANKS = 2**20
+
 
 def key(
     default: Any,
@@ -57,26 +67,36 @@ class Run:
 
 @dataclass
 class Train:
-    steps: Optional[int] = key(None, "optimizer updates to make (default 1000)", unit="updates", ge=1)
-    tokens: Optional[int] = key(None, "tokens to train on, instead of steps; rounded up to whole updates", unit="tokens", ge=1)
-    stop_after: Optional[int] = key(
-        None, "save and stop after this update; the schedule stays that of steps", unit="updates", ge=1
+    steps: Optional[int] = key(None, "optimizer updates to make (default 1000)", unit="updates", ge=1, le=MAX_UPDATES)
+    tokens: Optional[int] = key(
+        None, "tokens to train on, instead of steps; rounded up to whole updates", unit="tokens", ge=1, le=MAX_TOKENS
     )
-    eval_every: int = key(100, "updates between evaluations; 0 = never", unit="updates", ge=0)
-    eval_tokens: Optional[int] = key(16384, "validation tokens scored at each evaluation; null = all", unit="tokens", ge=1)
-    log_every: int = key(10, "updates between console lines", unit="updates", ge=1)
+    stop_after: Optional[int] = key(
+        None, "save and stop after this update; the schedule stays that of steps", unit="updates", ge=1, le=MAX_UPDATES
+    )
+    eval_every: int = key(100, "updates between evaluations; 0 = never", unit="updates", ge=0, le=MAX_UPDATES)
+    eval_tokens: Optional[int] = key(
+        16384, "validation tokens scored at each evaluation; null = all", unit="tokens", ge=1, le=MAX_TOKENS
+    )
+    log_every: int = key(10, "updates between console lines", unit="updates", ge=1, le=MAX_UPDATES)
     deterministic: bool = key(False, "refuse every operation that is not reproducible")
     gc_every: int = key(
-        0, "collect Python garbage every n updates and at no other time; 0 = Python decides", unit="updates", ge=0
+        0,
+        "collect Python garbage every n updates and at no other time; 0 = Python decides",
+        unit="updates",
+        ge=0,
+        le=MAX_UPDATES,
     )
-    max_consecutive_skips: int = key(10, "updates in a row that may be skipped for non-finite gradients", unit="updates", ge=0)
+    max_consecutive_skips: int = key(
+        10, "updates in a row that may be skipped for non-finite gradients", unit="updates", ge=0, le=MAX_UPDATES
+    )
 
 
 @dataclass
 class AttentionShape:
-    num_heads: int = key(4, "query heads", ge=1)
-    num_kv_heads: Optional[int] = key(None, "key and value heads; null = num_heads", ge=1)
-    head_dim: Optional[int] = key(None, "channels of a head; null = dim / num_heads", ge=1)
+    num_heads: int = key(4, "query heads", ge=1, le=MAX_WIDTH)
+    num_kv_heads: Optional[int] = key(None, "key and value heads; null = num_heads", ge=1, le=MAX_WIDTH)
+    head_dim: Optional[int] = key(None, "channels of a head; null = dim / num_heads", ge=1, le=MAX_WIDTH)
     qk_norm: bool = key(False, "normalise queries and keys per head before the rotary embedding")
     bias: bool = key(False, "bias on the query, key and value projections")
     output_bias: bool = key(False, "bias on the output projection")
@@ -85,7 +105,9 @@ class AttentionShape:
 @dataclass
 class FeedForwardShape:
     kind: str = key("swiglu", "gated SiLU or plain GELU", choices=("swiglu", "gelu"))
-    hidden_dim: Optional[int] = key(None, "inner width; null = 4 dim (gelu) or 8/3 dim rounded up to 32 (swiglu)", ge=1)
+    hidden_dim: Optional[int] = key(
+        None, "inner width; null = 4 dim (gelu) or 8/3 dim rounded up to 32 (swiglu)", ge=1, le=4 * MAX_WIDTH
+    )
     bias: bool = key(False, "bias on the feed-forward projections")
 
 
@@ -104,10 +126,12 @@ class Dropout:
 
 @dataclass
 class Model:
-    dim: int = key(128, "width of the residual stream", unit="channels", ge=1)
-    num_layers: int = key(4, "transformer blocks", ge=1)
-    vocab_size: Union[int, str] = key(AUTO, "rows of the embedding; auto = the tokenizer's vocabulary", ge=2)
-    max_positions: Union[int, str] = key(AUTO, "rows of a learned position table; auto = data.sequence_length", ge=1)
+    dim: int = key(128, "width of the residual stream", unit="channels", ge=1, le=MAX_WIDTH)
+    num_layers: int = key(4, "transformer blocks", ge=1, le=MAX_LAYERS)
+    vocab_size: Union[int, str] = key(AUTO, "rows of the embedding; auto = the tokenizer's vocabulary", ge=2, le=MAX_ROWS)
+    max_positions: Union[int, str] = key(
+        AUTO, "rows of a learned position table; auto = data.sequence_length", ge=1, le=MAX_ROWS
+    )
     position: str = key("rotary", "how order is told to the model", choices=("rotary", "learned"))
     norm: str = key("rms", "RMSNorm or LayerNorm", choices=("rms", "layer"))
     norm_eps: float = key(1e-5, "added to the variance", gt=0)
@@ -126,7 +150,7 @@ class Data:
         "stdlib", "where text comes from", choices=("stdlib", "text", "synthetic"), later=("jsonl", "parquet", "tokens")
     )
     path: Optional[str] = key(None, "text file, or folder whose text files are read", kinds=("text",))
-    sequence_length: int = key(256, "tokens a row of a batch holds", unit="tokens", ge=2)
+    sequence_length: int = key(256, "tokens a row of a batch holds", unit="tokens", ge=2, le=MAX_ROWS)
     packing: str = key(
         "concat",
         "concat: documents follow each other in a row; document: the same with attention and positions kept inside each document; "
@@ -147,7 +171,7 @@ class Data:
 class Tokenizer:
     kind: str = key("byte", "what a token is", choices=("byte", "char", "bpe"), later=("file", "tiktoken", "sentencepiece"))
     vocab_size: Optional[int] = key(
-        None, "tokens to train, special ones included (default 4096)", unit="tokens", ge=260, kinds=("bpe",)
+        None, "tokens to train, special ones included (default 4096)", unit="tokens", ge=260, le=MAX_ROWS, kinds=("bpe",)
     )
 
 
@@ -179,10 +203,14 @@ class Recompute:
 
 @dataclass
 class Accumulation:
-    global_batch_size: Optional[int] = key(None, "sequences of one update over all ranks (default 16)", unit="sequences", ge=1)
-    global_batch_tokens: Optional[int] = key(None, "tokens of one update, instead of global_batch_size", unit="tokens", ge=1)
+    global_batch_size: Optional[int] = key(
+        None, "sequences of one update over all ranks (default 16)", unit="sequences", ge=1, le=MAX_SEQUENCES
+    )
+    global_batch_tokens: Optional[int] = key(
+        None, "tokens of one update, instead of global_batch_size", unit="tokens", ge=1, le=MAX_BATCH_TOKENS
+    )
     micro_batch_size: Union[int, str] = key(
-        AUTO, "sequences of one forward on one rank; auto = what fits", unit="sequences", ge=1
+        AUTO, "sequences of one forward on one rank; auto = what fits", unit="sequences", ge=1, le=MAX_SEQUENCES
     )
 
 
@@ -199,7 +227,7 @@ class Loss:
         "reference", "whole logits, or head and loss by chunks of tokens", choices=("reference", "chunked"), later=("liger",)
     )
     chunk_size: Optional[int] = key(
-        None, "tokens whose logits exist at once (default 1024)", unit="tokens", ge=1, kinds=("chunked",)
+        None, "tokens whose logits exist at once (default 1024)", unit="tokens", ge=1, le=MAX_BATCH_TOKENS, kinds=("chunked",)
     )
 
 
@@ -224,12 +252,14 @@ class Optimizer:
 @dataclass
 class Schedule:
     kind: str = key("cosine", "shape of the learning rate after warm-up", choices=("constant", "linear", "cosine", "wsd"))
-    warmup_steps: Union[int, str] = key(AUTO, "updates of linear warm-up; auto = min(100, steps / 10)", unit="updates", ge=0)
+    warmup_steps: Union[int, str] = key(
+        AUTO, "updates of linear warm-up; auto = min(100, steps / 10)", unit="updates", ge=0, le=MAX_UPDATES
+    )
     min_lr_ratio: Optional[float] = key(
         None, "last learning rate as a share of the peak (default 0.1)", ge=0, le=1, kinds=("linear", "cosine", "wsd")
     )
     decay_steps: Optional[int] = key(
-        None, "updates of the final decay (default steps / 5)", unit="updates", ge=0, kinds=("wsd",)
+        None, "updates of the final decay (default steps / 5)", unit="updates", ge=0, le=MAX_UPDATES, kinds=("wsd",)
     )
 
 
@@ -241,11 +271,11 @@ class Parallelism:
         choices=("ddp",),
         later=("zero1", "zero2", "zero3", "fsdp", "hsdp", "fsdp_tp", "fsdp_pp", "hsdp_tp", "fsdp_tp_pp", "fsdp_cp"),
     )
-    dp_replicate: Union[int, str] = key(AUTO, "replicas", unit="ranks", ge=1)
-    dp_shard: Union[int, str] = key(1, "ranks that share one sharded copy", unit="ranks", ge=1)
-    cp: int = key(1, "ranks that share a sequence", unit="ranks", ge=1)
-    tp: int = key(1, "ranks that share a matrix", unit="ranks", ge=1)
-    pp: int = key(1, "pipeline stages", unit="ranks", ge=1)
+    dp_replicate: Union[int, str] = key(AUTO, "replicas", unit="ranks", ge=1, le=MAX_RANKS)
+    dp_shard: Union[int, str] = key(1, "ranks that share one sharded copy", unit="ranks", ge=1, le=MAX_RANKS)
+    cp: int = key(1, "ranks that share a sequence", unit="ranks", ge=1, le=MAX_RANKS)
+    tp: int = key(1, "ranks that share a matrix", unit="ranks", ge=1, le=MAX_RANKS)
+    pp: int = key(1, "pipeline stages", unit="ranks", ge=1, le=MAX_RANKS)
     schedule: str = key(
         "1f1b",
         "pipeline schedule",
@@ -258,8 +288,8 @@ class Parallelism:
 
 @dataclass
 class Checkpoint:
-    every: int = key(250, "updates between saves; 0 = only at the end or when stopped", unit="updates", ge=0)
-    keep: int = key(2, "newest checkpoints that stay", unit="checkpoints", ge=1)
+    every: int = key(250, "updates between saves; 0 = only at the end or when stopped", unit="updates", ge=0, le=MAX_UPDATES)
+    keep: int = key(2, "newest checkpoints that stay", unit="checkpoints", ge=1, le=MAX_UPDATES)
 
 
 @dataclass
@@ -274,34 +304,36 @@ class Profile:
 
 @dataclass
 class Cluster:
-    nodes: Optional[int] = key(None, "machines the planner assumes", ge=1, built=False)
-    devices_per_node: Optional[int] = key(None, "devices a machine has", ge=1, built=False)
+    nodes: Optional[int] = key(None, "machines the planner assumes", ge=1, le=MAX_RANKS, built=False)
+    devices_per_node: Optional[int] = key(None, "devices a machine has", ge=1, le=MAX_RANKS, built=False)
     memory_gib: Optional[float] = key(None, "memory of a device", unit="GiB", gt=0, built=False)
 
 
 @dataclass
 class Launch:
-    nproc: Optional[int] = key(None, "ranks to start on this machine", unit="ranks", ge=1)
+    nproc: Optional[int] = key(None, "ranks to start on this machine", unit="ranks", ge=1, le=MAX_RANKS)
     device: str = key(AUTO, "where tensors live", choices=(AUTO, "cpu", "cuda"), later=("mps",))
-    threads: Union[int, str] = key(AUTO, "CPU threads of a rank; auto = cores / ranks", unit="threads", ge=1)
+    threads: Union[int, str] = key(AUTO, "CPU threads of a rank; auto = cores / ranks", unit="threads", ge=1, le=MAX_RANKS)
     timeout_seconds: Optional[float] = key(None, "longest wait for another rank", unit="seconds", gt=0, built=False)
     env: Dict[str, str] = key({}, "environment variables of the ranks", built=False)
 
 
 @dataclass
 class Evaluate:
-    step: Optional[int] = key(None, "checkpoint to score; null = the newest", unit="updates", ge=0)
-    batch_size: int = key(16, "sequences scored at once", unit="sequences", ge=1)
-    tokens: Optional[int] = key(None, "score only this many validation tokens; null = all", unit="tokens", ge=1)
+    step: Optional[int] = key(None, "checkpoint to score; null = the newest", unit="updates", ge=0, le=MAX_UPDATES)
+    batch_size: int = key(16, "sequences scored at once", unit="sequences", ge=1, le=MAX_SEQUENCES)
+    tokens: Optional[int] = key(
+        None, "score only the first whole rows of this many validation tokens; null = all", unit="tokens", ge=1, le=MAX_TOKENS
+    )
 
 
 @dataclass
 class Generate:
-    step: Optional[int] = key(None, "checkpoint to sample from; null = the newest", unit="updates", ge=0)
+    step: Optional[int] = key(None, "checkpoint to sample from; null = the newest", unit="updates", ge=0, le=MAX_UPDATES)
     prompt: str = key("", "text to continue; empty = begin of text")
-    max_tokens: int = key(200, "tokens to add at most", unit="tokens", ge=1)
+    max_tokens: int = key(200, "tokens to add at most", unit="tokens", ge=1, le=MAX_TOKENS)
     temperature: float = key(0.8, "0 = always the likeliest token", ge=0)
-    top_k: Optional[int] = key(None, "sample among the k likeliest tokens only", unit="tokens", ge=1)
+    top_k: Optional[int] = key(None, "sample among the k likeliest tokens only", unit="tokens", ge=1, le=MAX_ROWS)
     top_p: Optional[float] = key(None, "sample among the likeliest tokens that hold this much probability", gt=0, le=1)
     seed: int = key(0, "seed of the sample", ge=0, lt=2**32)
 

@@ -21,8 +21,6 @@ LAST_PART = 0.9
 SPREAD = 0.25
 """How much less alike than the best an offered name may be."""
 
-LARGEST_FACTORED = 100_000
-
 
 def nearest_words(word: str, words: Iterable[str], count: int = 3) -> list[str]:
     """Up to `count` of `words` that look like `word`, best first."""
@@ -63,11 +61,24 @@ def multiples_near(value: int, step: int) -> list[int]:
     return [multiple for multiple in (below, below + step) if multiple > 0]
 
 
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, smallest first; the work is that of the square root of its largest factor."""
+    found, factor, rest = [1], 2, number
+    while rest > 1:
+        if factor * factor > rest:
+            factor = rest
+        powers = [1]
+        while rest % factor == 0:
+            rest //= factor
+            powers.append(powers[-1] * factor)
+        found = [divisor * power for divisor in found for power in powers]
+        factor += 1
+    return sorted(found)
+
+
 def divisors_near(number: int, value: int) -> list[int]:
-    """The divisors of `number` on either side of `value`; none for numbers too large to try every divisor of."""
-    if number > LARGEST_FACTORED:
-        return []
-    divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-    below = [divisor for divisor in divisors if divisor <= value]
-    above = [divisor for divisor in divisors if divisor > value]
+    """The divisors of `number` on either side of `value`."""
+    every = divisors(number)
+    below = [divisor for divisor in every if divisor <= value]
+    above = [divisor for divisor in every if divisor > value]
     return below[-1:] + above[:1]

@@ -11,6 +11,12 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from llmtrain.config import schema
+from llmtrain.config.defaults import (
+    DEFAULT_BPE_VOCAB_SIZE,
+    DEFAULT_GLOBAL_BATCH_SIZE,
+    DEFAULT_STEPS,
+    DEFAULT_VALIDATION_FRACTION,
+)
 
 
 class NormKind(StrEnum):
@@ -210,11 +216,11 @@ OptimizerConfig = AdamWConfig
 class ScheduleConfig:
     kind: ScheduleKind
     warmup_steps: int | None
-    """None = min(100, steps / 10)."""
+    """None = `defaults.auto_warmup_steps`."""
     min_lr_ratio: float
     """1.0 for a constant schedule."""
     decay_steps: int | None
-    """Only read by wsd; None = steps / 5."""
+    """Only read by wsd; None = `defaults.auto_decay_steps`."""
 
 
 @dataclass(frozen=True)
@@ -280,12 +286,6 @@ class Config:
     evaluate: EvaluateConfig
     generate: GenerateConfig
     output: Literal["table", "json"]
-
-
-DEFAULT_STEPS = 1000
-DEFAULT_GLOBAL_BATCH_SIZE = 16
-DEFAULT_VALIDATION_FRACTION = 0.05
-DEFAULT_BPE_VOCAB_SIZE = 4096
 
 
 def build_config(wire: schema.Config) -> Config:

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from llmtrain.data.formats import Prepared, PreparedSplit
 from llmtrain.data.heartbeat import Heartbeat
 from llmtrain.data.loader import TokenLoader, ValidationLoader
 from llmtrain.data.packing import Rows, pack
-from llmtrain.data.prepare import default_cache_dir, prepare
+from llmtrain.data.prepare import cache_folder, prepare
 from llmtrain.data.sources import Scan, describe_skipped, scan_source
 from llmtrain.data.synthetic import TRAIN_ROWS, VALIDATION_ROWS, SyntheticRows
 from llmtrain.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
@@ -57,6 +56,7 @@ def build_corpus(
         progress: gets a line at least every two seconds while something takes long; may be called from another thread.
 
     Raises:
+        ConfigError: a path in a home folder that is not there.
         DataError: no text, text that is not UTF-8, a tokenizer that does not fit or cannot be used, nothing to predict.
         StorageError: the cache folder cannot be written.
     """
@@ -65,8 +65,7 @@ def build_corpus(
     with Heartbeat(progress) as beat:
         beat.status("reading the text")
         scan = scan_source(data.source)
-        cache_dir = default_cache_dir() if data.source.cache_dir is None else Path(data.source.cache_dir).expanduser()
-        prepared = prepare(scan, data, tokenizer, cache_dir, beat)
+        prepared = prepare(scan, data, tokenizer, cache_folder(data.source.cache_dir), beat)
     _check_vocabulary(prepared.tokenizer, vocab_size)
     train, validation = _rows(prepared.train, data, "training"), _rows(prepared.validation, data, "validation")
     return _corpus(
@@ -188,8 +187,9 @@ def _summary(scan: Scan, prepared: Prepared) -> str:
 
 
 def _count(number: int) -> str:
-    """For example 845, 12.3 k, 9.8 M, 1.2 G."""
-    for factor, letter in ((1e9, "G"), (1e5, "M"), (1e3, "k")):
-        if number >= factor:
-            return f"{number / max(factor, 1e6 if letter == 'M' else factor):.1f} {letter}"
+    """At most three digits: `845`, `12.3k`, `9.81M`, `1.2B`; the form in which all other counts of a run are shown."""
+    for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        # Rounded to three digits, so that 999,999 is not 1000k.
+        if number >= 0.9995 * factor:
+            return f"{number / factor:.3g}{suffix}"
     return str(number)

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.config.errors import Problem, StorageError
+from llmtrain.config.paths import user_path
 from llmtrain.config.typed import DataConfig, TokenizerConfig
 from llmtrain.data.formats import FORMAT_VERSION, SPLITS, DamagedTokens, Prepared, SplitWriter, open_prepared, write_metadata
 from llmtrain.data.heartbeat import Heartbeat
@@ -74,10 +75,18 @@ def cache_key(scan: Scan, data: DataConfig, tokenizer: TokenizerConfig) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def default_cache_dir() -> Path:
-    """`llmtrain` under the user's cache folder (XDG Base Directory rules)."""
+def cache_folder(cache_dir: str | None) -> Path:
+    """Where prepared tokens are kept: `data.cache_dir`, else `llmtrain` under the user's cache folder (XDG Base Directory rules).
+
+    Raises:
+        ConfigError: it lies in a home folder that is not there.
+    """
+    if cache_dir is not None:
+        return user_path(cache_dir, f"data.cache_dir={cache_dir}")
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "llmtrain"
+    if os.path.isabs(base):
+        return Path(base) / "llmtrain"
+    return user_path("~/.cache/llmtrain", "no data.cache_dir", "data.cache_dir=FOLDER")
 
 
 def _open_or_build(scan: Scan, config: TokenizerConfig, framing: Framing, folder: Path, key: str, beat: Heartbeat) -> Prepared:
@@ -243,5 +252,9 @@ def _sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        # Some network and FUSE file systems cannot do this and say so with EINVAL; there is nothing more to be had there.
+        if error.errno != errno.EINVAL:
+            raise
     finally:
         os.close(handle)

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from llmtrain.config.errors import DataError, Problem
+from llmtrain.config.paths import user_path
 from llmtrain.config.typed import StdlibData, TextData
 
 MIN_DOCUMENTS_TO_SPLIT = 20
@@ -70,6 +71,7 @@ def scan_source(source: StdlibData | TextData) -> Scan:
     """Read every file once: which are text, what they contain, how they are split.
 
     Raises:
+        ConfigError: the path names a home folder that is not there.
         DataError: nothing there, a file that cannot be read, a single file that is not UTF-8 or empty, or a split without text.
     """
     skipped: Counter[str] = Counter()
@@ -77,7 +79,8 @@ def scan_source(source: StdlibData | TextData) -> Scan:
         root, name, unit, setting = Path(sysconfig.get_path("stdlib")), "Python's own library", "whole modules", "data=stdlib"
         paths = [path for path in _walk(root, STDLIB_SKIPPED_FOLDERS, skipped) if _is_library_module(path)]
     else:
-        root, unit, setting = Path(source.path).expanduser(), "whole files", f"data.path={source.path}"
+        unit, setting = "whole files", f"data.path={source.path}"
+        root = user_path(source.path, setting)
         name = root.name or str(root)
         paths = _text_paths(root, setting, skipped)
     files = [file for path in paths if (file := _scan_file(path, skipped, alone=path == root)) is not None]
@@ -250,9 +253,12 @@ def _tail_start(file: SourceFile, fraction: float) -> int:
     wanted = file.size - tail
     reach = min(LINE_BREAK_SEARCH_BYTES, tail, wanted)
     low = max(0, wanted - max(reach, 4))  # four bytes hold any character
-    with file.path.open("rb") as stream:
-        stream.seek(low)
-        window = stream.read(wanted - low + max(reach, 4))
+    try:
+        with file.path.open("rb") as stream:
+            stream.seek(low)
+            window = stream.read(wanted - low + max(reach, 4))
+    except OSError as error:
+        raise _unreadable(file.path, error) from error
     middle = wanted - low
     for place in (window.rfind(b"\n", 0, middle), window.find(b"\n", middle)):
         if place >= 0 and low + place + 1 < file.size:

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TextIO
 from llmtrain.metrics.format import format_duration, printable, shorten, wrap, wrap_command
 from llmtrain.metrics.meters import StepRecord
 from llmtrain.metrics.progress import TrainingProgress, fit
+from llmtrain.metrics.sinks import finite_json
 from llmtrain.metrics.throughput import Clock
 
 CARD_LINES = 14
@@ -81,7 +82,7 @@ class Console(Protocol):
         ...
 
     def document(self, document: Mapping[str, Any]) -> None:
-        """The result for programs; only shown with output=json."""
+        """The result for programs, only shown with output=json; ends the status. Floats that are not finite become words (see sinks)."""
         ...
 
     def close(self) -> None:
@@ -189,7 +190,7 @@ class PlainConsole(TextConsole):
         self._stream = stream
         self._width = width
         self._silence_seconds = silence_seconds
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._printed_at = clock()
         self._status = ""
         self._status_since = 0.0
@@ -205,8 +206,10 @@ class PlainConsole(TextConsole):
     def status(self, text: str) -> None:
         if not self._status:
             self._status_since = self._clock()
-        self._status = text
-        if self._thread is None:
+        # The lock: once a status has ended no line of the thread about it may follow.
+        with self._lock:
+            self._status = text
+        if text and self._thread is None:
             self._thread = threading.Thread(target=self._repeat_status, name="console status", daemon=True)
             self._thread.start()
 
@@ -246,10 +249,11 @@ class PlainConsole(TextConsole):
 
     def _repeat_status(self) -> None:
         while not self._closed.wait(self._silence_seconds / 10):
-            text, now = self._status, self._clock()
-            if text and now - self._printed_at >= self._silence_seconds:
-                elapsed = f" ({format_duration(now - self._status_since)})"
-                self._show(shorten(f"… {printable(text)}", self.width - len(elapsed)) + elapsed)
+            with self._lock:
+                text, now = self._status, self._clock()
+                if text and now - self._printed_at >= self._silence_seconds:
+                    elapsed = f" ({format_duration(now - self._status_since)})"
+                    self._show(shorten(f"… {printable(text)}", self.width - len(elapsed)) + elapsed)
 
 
 class JsonConsole:
@@ -268,7 +272,9 @@ class JsonConsole:
         self.close = people.close
 
     def document(self, document: Mapping[str, Any]) -> None:
-        self._stream.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+        # Both streams may be the same terminal: a status still shown there would be drawn over the document.
+        self.status("")
+        self._stream.write(json.dumps(finite_json(document), indent=2, allow_nan=False) + "\n")
         self._stream.flush()
 
 

@@ -49,7 +49,11 @@ class RichConsole(TextConsole):
         if not self._status:
             self._status_since = self._clock()
         self._status = text
-        self._start_display()
+        if text:
+            self._start_display()
+        elif self._progress is None:
+            # An empty display would still move the cursor, and what is printed next may not come through this console.
+            self._end_display()
 
     def start_training(self, *, first_step: int, total_steps: int, log_every: int, baseline_loss: float | None = None) -> None:
         self._progress = TrainingProgress(first_step, total_steps, log_every, baseline_loss, self._clock)

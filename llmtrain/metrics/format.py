@@ -7,6 +7,8 @@ import unicodedata
 
 from rich.cells import cell_len
 
+from llmtrain.plan.report import three_digits
+
 UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 COMMAND_WORD = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\.)*"|['"\\])+""")
 
@@ -19,20 +21,12 @@ def format_count(number: float) -> str:
     return f"{number:.3g}"
 
 
-def format_bytes(nbytes: float) -> str:
-    """`512 B`, `219 MiB`, `1.52 GiB`."""
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if nbytes >= 0.9995 * 1024**power:
-            return f"{_three_digits(nbytes / 1024**power)} {unit}"
-    return f"{nbytes:.0f} B"
-
-
 def format_flops(flops_per_second: float) -> str:
     """`870 GFLOP/s`, `989 TFLOP/s`."""
     for factor, unit in ((1e15, "PFLOP/s"), (1e12, "TFLOP/s")):
         if flops_per_second >= 0.9995 * factor:
-            return f"{_three_digits(flops_per_second / factor)} {unit}"
-    return f"{_three_digits(flops_per_second / 1e9)} GFLOP/s"
+            return f"{three_digits(flops_per_second / factor)} {unit}"
+    return f"{three_digits(flops_per_second / 1e9)} GFLOP/s"
 
 
 def format_share(share: float) -> str:
@@ -102,10 +96,6 @@ def wrap_command(command: str, width: int) -> list[str]:
             joined = f"  {word}"
         line = joined
     return [*lines, line]
-
-
-def _three_digits(number: float) -> str:
-    return f"{number:,.0f}" if number >= 99.95 else f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"
 
 
 def _printable(character: str) -> str:

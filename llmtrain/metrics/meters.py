@@ -26,7 +26,7 @@ class StepRecord:
     grad_norm: float
     """Global norm before clipping."""
     step_seconds: float
-    """Wall time since the previous update, evaluation and saving excluded."""
+    """Wall time since the previous record: the update and the batches skipped before it, evaluation and saving excluded."""
     tokens_per_second: float
     """Over all ranks; a token that several ranks share counts once."""
     mfu: float | None = None
@@ -96,20 +96,25 @@ METRIC_KEYS = (
 ALWAYS_THERE = ("step", "tokens", "loss", "lr", "grad_norm", "step_seconds", "tokens_per_second")
 
 
-class DeviceMemory:
-    """The device's own count of its highest memory use, where the device keeps one (CUDA does, a CPU does not)."""
+class DeviceMeter:
+    """The device's own count of its highest memory use and of the work it still has, where there is one (CUDA, not a CPU)."""
 
     def __init__(self, device: torch.device) -> None:
-        self._counts = device.type == "cuda"
+        self._is_cuda = device.type == "cuda"
         self._device = device
 
     def start_step(self) -> None:
         """Forget what was before."""
-        if self._counts:
+        if self._is_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
+
+    def wait(self) -> None:
+        """Wait until the device has done what it was given, so that the time of other work begins when the update has ended."""
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
 
     def peak_bytes(self, ledger: MemorySummary | None) -> int | None:
         """Highest bytes since `start_step`; on a device without a count what the ledger saw, if it looked."""
-        if self._counts:
+        if self._is_cuda:
             return int(torch.cuda.max_memory_allocated(self._device))
         return None if ledger is None else ledger.peak_bytes

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len
 
-from llmtrain.metrics.format import format_bytes, format_count, format_duration, format_lr, format_share
+from llmtrain.metrics.format import format_count, format_duration, format_lr, format_share
 from llmtrain.metrics.meters import StepRecord
 from llmtrain.metrics.throughput import Clock
+from llmtrain.plan.report import format_bytes
 
 
 class TrainingProgress:

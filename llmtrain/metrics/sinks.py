@@ -1,7 +1,9 @@
 """`metrics.jsonl`: one JSON record per update, strictly increasing, exact, and right after any crash and resume.
 
 Floats are written so that reading them gives the same bits. JSON has no word for values that are not finite: they are the strings
-"NaN", "Infinity" and "-Infinity" (as protobuf's JSON form has them), which `float()` and the reader here turn back.
+"NaN", "Infinity" and "-Infinity" (as protobuf's JSON form has them), which `float()` and the readers here turn back.
+
+Reading needs no torch: a sweep watches the files of its jobs.
 """
 
 from __future__ import annotations
@@ -9,14 +11,20 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from llmtrain.config.errors import Problem, StorageError
-from llmtrain.metrics.meters import StepRecord
+
+if TYPE_CHECKING:
+    from llmtrain.metrics.meters import StepRecord
 
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+TAIL_BYTES = 1 << 16
+"""What is read to find the newest record; a record has less than 2 KiB."""
 
 
 class JsonlSink:
@@ -67,8 +75,9 @@ def open_sink(path: Path, resumed_step: int = 0) -> JsonlSink:
     staged = path.with_name(path.name + ".tmp")
     last_step = num_damaged = 0
     try:
-        with staged.open("w", encoding="utf-8", newline="\n") as file:
-            for record in _records(path) if path.exists() else ():
+        with staged.open("w", encoding="utf-8", newline="\n") as file, _lines(path) as lines:
+            for line in lines:
+                record = _step_record(line)
                 if record is None:
                     num_damaged += 1
                 elif last_step < record.step <= resumed_step:
@@ -82,50 +91,93 @@ def open_sink(path: Path, resumed_step: int = 0) -> JsonlSink:
         raise _cannot("write", path, error) from error
 
 
-def read_metrics(path: Path) -> list[StepRecord]:
-    """All records of a run, which may still be running: a last line without its end is not there yet.
+@dataclass(frozen=True)
+class Metrics:
+    """What a file of metrics holds."""
+
+    records: tuple[Mapping[str, Any], ...]
+    """Plain values under the names of `METRIC_KEYS`, in the order of the file; each has a whole number `step` and a number `loss`."""
+    num_damaged: int
+    """Lines that are no records and were left out."""
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Everything in the file of a run, which may still be going on: a last line without its end is not there yet, nor is a file
+    before the first update.
 
     Raises:
-        StorageError: the file cannot be read, or a line before the last one is damaged.
+        StorageError: the file cannot be read.
     """
     try:
-        records = list(_records(path))
+        with _lines(path) as lines:
+            found = [_parse(line) for line in lines if line.endswith(b"\n")]
     except OSError as error:
         raise _cannot("read", path, error) from error
-    if records and records[-1] is None:
-        records.pop()
-    if None in records:
-        number = records.index(None) + 1
-        raise StorageError(
-            Problem(f"{path}, line {number}", "not a record of this version", "resume the run: it drops bad lines")
-        )
-    return [record for record in records if record is not None]
+    records = tuple(values for values in found if values is not None)
+    return Metrics(records, len(found) - len(records))
 
 
-def _records(path: Path) -> Iterator[StepRecord | None]:
-    """The record of each line; None for a line that is torn or is none."""
-    with path.open("rb") as file:
-        for line in file:
-            yield _from_line(line)
+def newest_record(path: Path) -> Mapping[str, Any] | None:
+    """The last record in the file, read from its end however long it is; None where there is none.
+
+    Raises:
+        StorageError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read(TAIL_BYTES).splitlines(keepends=True)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _cannot("read", path, error) from error
+    # The first line may have lost its beginning, and then it is no record.
+    found = (_parse(line) for line in reversed(lines) if line.endswith(b"\n"))
+    return next((values for values in found if values is not None), None)
+
+
+def finite_json(value: Any) -> Any:
+    """A document for JSON: every float in it, at any depth, that is not finite becomes one of the words of `NOT_FINITE`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: finite_json(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [finite_json(item) for item in value]
+    return value
+
+
+def _lines(path: Path) -> AbstractContextManager[Iterable[bytes]]:
+    """Context with the lines of a file; none where there is no file."""
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        return nullcontext(())
 
 
 def _to_line(record: StepRecord) -> str:
-    values = {key: _writable(value) for key, value in record.to_dict().items()}
-    return json.dumps(values, allow_nan=False, separators=(",", ":")) + "\n"
+    return json.dumps(finite_json(record.to_dict()), allow_nan=False, separators=(",", ":")) + "\n"
 
 
-def _from_line(line: bytes) -> StepRecord | None:
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The values of a line; None for one that is torn or is no record."""
     try:
-        values = json.loads(line)
-        return StepRecord.from_dict({key: float(value) if value in NOT_FINITE else value for key, value in values.items()})
+        values = {key: float(value) if value in NOT_FINITE else value for key, value in json.loads(line).items()}
     except (ValueError, AttributeError, TypeError):
         return None
+    numbers = all(isinstance(value, (int, float)) for key, value in values.items() if key != "memory")
+    return values if numbers and isinstance(values.get("step"), int) and "loss" in values else None
 
 
-def _writable(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+def _step_record(line: bytes) -> StepRecord | None:
+    """The record of a line; None also for one that this version does not write."""
+    from llmtrain.metrics.meters import StepRecord  # here: torch comes with it
+
+    values = _parse(line)
+    try:
+        return None if values is None else StepRecord.from_dict(values)
+    except (ValueError, AttributeError, TypeError):
+        return None
 
 
 def _cannot(verb: str, path: Path, error: OSError) -> StorageError:

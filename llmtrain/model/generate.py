@@ -87,7 +87,8 @@ def sample(scores: Tensor, settings: GenerateConfig, generator: torch.Generator)
     """Draw a token id from scores [V], after temperature, top_k and top_p (Holtzman et al. 2020), in that order."""
     if settings.temperature == 0:
         return int(scores.argmax())
-    scores = scores / settings.temperature
+    # The best score becomes 0 and no quotient is above it, however low the temperature, which fp32 may not even tell from 0.
+    scores = ((scores - scores.max()).double() / settings.temperature).float()
     if settings.top_k is not None and settings.top_k < scores.numel():
         scores = scores.masked_fill(scores < scores.topk(settings.top_k).values[-1], -math.inf)
     probabilities = scores.softmax(dim=-1)

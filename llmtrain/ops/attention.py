@@ -54,7 +54,6 @@ class AttentionBackend:
 
     name: AttentionName
     function: AttentionFunction
-    supports_document_mask: bool
     supports_dropout: bool
     devices: frozenset[str]
 
@@ -90,13 +89,16 @@ def reference_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tens
 def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, drop: AttentionDropout) -> Tensor:
     """torch's fused kernels (FlashAttention, Dao et al. 2022); score matrices never exist in whole."""
     num_queries, num_keys = query.shape[-2], key.shape[-2]
-    grouped = query.shape[1] != key.shape[1]
-    if allowed is None and num_queries == num_keys:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-    if allowed is None and num_queries > 1:
+    is_causal = allowed is None and num_queries == num_keys
+    if allowed is None and not is_causal and num_queries > 1:
         # torch aligns is_causal with the first key; after a cache the last query belongs to the last key.
         allowed = causal_mask(num_queries, num_keys, query.device)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, enable_gqa=grouped)
+    num_repeats = query.shape[1] // key.shape[1]
+    if num_repeats > 1 and query.is_cuda and (allowed is not None or query.dtype is torch.float32):
+        # Flash takes neither a mask nor fp32, the memory-efficient kernel no grouped heads: torch would write out all scores.
+        key, value = (x.repeat_interleave(num_repeats, dim=1) for x in (key, value))  # [B, H, S, C]
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, is_causal=is_causal, enable_gqa=grouped)
 
 
 def blocked(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, drop: AttentionDropout) -> Tensor:
@@ -115,9 +117,9 @@ ATTENTION_BACKENDS: Mapping[AttentionName, AttentionBackend] = MappingProxyType(
     {
         backend.name: backend
         for backend in (
-            AttentionBackend(AttentionName.REFERENCE, reference_attention, True, True, frozenset({"cpu", "cuda"})),
-            AttentionBackend(AttentionName.SDPA, sdpa_attention, True, False, frozenset({"cpu", "cuda"})),
-            AttentionBackend(AttentionName.BLOCKED, blocked, True, False, frozenset({"cpu"})),
+            AttentionBackend(AttentionName.REFERENCE, reference_attention, True, frozenset({"cpu", "cuda"})),
+            AttentionBackend(AttentionName.SDPA, sdpa_attention, False, frozenset({"cpu", "cuda"})),
+            AttentionBackend(AttentionName.BLOCKED, blocked, False, frozenset({"cpu"})),
         )
     }
 )

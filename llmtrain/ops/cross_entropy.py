@@ -55,6 +55,9 @@ def chunked_cross_entropy(
     The gradient of a sum is known up to one factor as soon as the logits are, so forward computes it and forgets the logits
     (the idea of Liger Kernel's fused linear cross-entropy, Hsu et al. 2024).
     """
+    if not torch.is_grad_enabled():
+        # A parameter says that it needs a gradient even where none is recorded.
+        hidden, head_weight = hidden.detach(), head_weight.detach()
     total: Tensor = _ChunkedCrossEntropy.apply(hidden, head_weight, targets, matmul, logits, chunk_size)
     return total
 

@@ -66,16 +66,6 @@ def uniform_lanes(key: DropoutKey, layer: int, site: Site, num_positions: int, n
     return words.view(torch.int16)[:, :, :num_channels]  # [B, T, C]
 
 
-def uniform(key: DropoutKey, layer: int, site: Site, num_positions: int, num_channels: int) -> Tensor:
-    """Draw numbers that are uniform on (0, 1), in steps of 1 / 65536.
-
-    Returns:
-        [B, T, C] fp32; see `uniform_lanes`, whose integers these are, shifted and scaled.
-    """
-    lanes = uniform_lanes(key, layer, site, num_positions, num_channels)
-    return (lanes.float() + (LANE_LEVELS // 2 + 0.5)) / LANE_LEVELS
-
-
 def _mix_(x: Tensor) -> Tensor:
     """SplitMix64's finaliser, in place on int64; a product that overflows wraps, which is what is wanted."""
     x.bitwise_xor_(_shift_right(x, 30)).mul_(_signed(_MIX_1))

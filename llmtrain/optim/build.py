@@ -49,12 +49,6 @@ class Optimizer:
             for moment in MOMENTS
         }
 
-    @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy saved moments in; names and shapes have been matched by the caller."""
-        for name, target in self.state().items():
-            target.copy_(tensors[name])
-
 
 def build_optimizer(config: OptimizerConfig, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     """AdamW over the decayed and the undecayed parameters; the fused kernel where the device has one (CPU and CUDA do)."""

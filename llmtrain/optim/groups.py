@@ -10,10 +10,9 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that share one weight decay, with their names."""
+    """Parameters that share one weight decay."""
 
     decayed: bool
-    names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
 
 
@@ -30,5 +29,4 @@ def decay_groups(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[
 
 
 def _group(named: list[tuple[str, nn.Parameter]], *, decayed: bool) -> ParameterGroup:
-    chosen = [(name, parameter) for name, parameter in named if (parameter.ndim >= 2) is decayed]
-    return ParameterGroup(decayed, tuple(name for name, _ in chosen), tuple(parameter for _, parameter in chosen))
+    return ParameterGroup(decayed, tuple(parameter for _, parameter in named if (parameter.ndim >= 2) is decayed))

@@ -69,7 +69,7 @@ class Workload:
     recompute: RecomputeConfig
     attention_backend: str
     document_mask: bool
-    """Whether attention ends at the borders of documents inside a row."""
+    """Whether a batch comes with document ids, from which a mask is made: every packing but concat."""
 
     @property
     def tokens(self) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llmtrain.config.errors import PlanError, Problem
+from llmtrain.config.suggest import divisors, divisors_near, either
 from llmtrain.config.typed import AccumulationConfig
-from llmtrain.plan.degrees import divisors
 from llmtrain.plan.plan import BatchPlan, Choice, MemoryForecast
 from llmtrain.plan.report import format_bytes
 
@@ -107,13 +107,6 @@ def _indivisible(micro: int | None, amount: _Amount) -> Problem:
     below = amount.value // unit * unit
     cure = f"{below} or {below + unit}" if below else f"{unit}"
     if micro is not None and amount.value % amount.of(1) == 0:
-        cure += f", or accumulation.micro_batch_size={_nearest_divisors(amount.value // amount.of(1), micro)}"
+        cure += f", or accumulation.micro_batch_size={either(divisors_near(amount.value // amount.of(1), micro))}"
     equals = f" = {unit}" if len(factors) > 1 else ""
     return Problem(f"accumulation.{amount.key}={amount.value}", f"divisible by {' × '.join(factors)}{equals}", cure)
-
-
-def _nearest_divisors(number: int, wanted: int) -> str:
-    """The divisors of `number` on either side of `wanted`, which is none of them and smaller than it."""
-    below = max(d for d in divisors(number) if d < wanted)
-    above = min(d for d in divisors(number) if d > wanted)
-    return f"{below} or {above}"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import log2, prod
 
 from llmtrain.config.errors import PlanError, Problem
+from llmtrain.config.suggest import divisors
 from llmtrain.config.typed import ParallelismConfig
 from llmtrain.plan.plan import Choice, Degrees, Machine
 
@@ -44,12 +45,6 @@ def nearest_degrees(asked: Mapping[str, int | None], world_size: int) -> dict[st
         return len(changed), round(ratio, 9), changed
 
     return dict(zip(AXES, min(_factorizations(world_size, len(AXES)), key=distance), strict=True))
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, smallest first."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def _misfit(asked: Mapping[str, int | None], fixed: int, machine: Machine) -> Problem:

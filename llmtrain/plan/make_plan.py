@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from llmtrain.config.defaults import BYTE_VOCAB_SIZE, LONGEST_AUTO_WARMUP, auto_decay_steps, auto_warmup_steps
 from llmtrain.config.errors import PlanError, Problem
 from llmtrain.config.typed import (
     BpeTokenizerConfig,
@@ -30,9 +31,6 @@ from llmtrain.plan.precision import PRECISION_TABLES
 from llmtrain.plan.report import format_bytes
 from llmtrain.plan.shapes import num_parameters, tied_parameters
 
-BYTE_VOCAB_SIZE = 258
-"""256 byte values, begin of text, end of text."""
-LONGEST_AUTO_WARMUP = 100
 AUTO_ATTENTION: Mapping[str, str] = MappingProxyType(
     {
         "blocked": "faster than sdpa on a CPU, keeps no T × T matrix either",
@@ -70,7 +68,7 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None
         loss=config.loss,
         recompute=config.recompute,
         attention_backend=backend,
-        document_mask=config.data.packing is Packing.DOCUMENT,
+        document_mask=config.data.packing is not Packing.CONCAT,
     )
     batch, batch_choices = settle_batch(
         config.accumulation, config.data.sequence_length, degrees.data_ranks, _micro_batch_finder(workload, machine)
@@ -112,15 +110,30 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None
     )
 
 
+def check_memory(plan: Plan, machine: Machine) -> None:
+    """Refuse a training whose forecast is more than the device has; only a micro-batch that was asked for can be such.
+
+    Raises:
+        PlanError: names the bytes and what would fit.
+    """
+    need, batch = plan.forecast.total, plan.batch
+    if need <= machine.memory_bytes:
+        return
+    rule = f"forecast peak {format_bytes(need)}, {machine.device_name} has {format_bytes(machine.memory_bytes)}"
+    raise PlanError(
+        Problem(f"accumulation.micro_batch_size={batch.micro_batch_size}", rule, "auto, recompute=full or loss=chunked")
+    )
+
+
 def settle_schedule(schedule: ScheduleConfig, peak_lr: float, steps: int) -> tuple[SchedulePlan, Choices]:
     """Phase lengths in updates; raises PlanError when they are longer than the run."""
     choices = []
     warmup, decay = schedule.warmup_steps, 0
     if warmup is None:
-        warmup = min(LONGEST_AUTO_WARMUP, steps // 10)
+        warmup = auto_warmup_steps(steps)
         choices.append(Choice("schedule.warmup_steps", str(warmup), f"min({LONGEST_AUTO_WARMUP}, {steps} steps / 10)"))
     if schedule.kind is ScheduleKind.WSD:
-        decay = steps // 5 if schedule.decay_steps is None else schedule.decay_steps
+        decay = auto_decay_steps(steps) if schedule.decay_steps is None else schedule.decay_steps
     if warmup + decay > steps:
         raise PlanError(_too_long(schedule, warmup, decay, steps))
     return SchedulePlan(schedule.kind, peak_lr, peak_lr * schedule.min_lr_ratio, steps, warmup, decay), choices
@@ -208,8 +221,12 @@ def _require_available(key: str, value: str, machine: Machine) -> None:
 
 
 def _settle_threads(config: Config, machine: Machine) -> tuple[int, Choices]:
-    if config.launch.threads is not None:
-        return config.launch.threads, []
+    asked = config.launch.threads
+    if asked is not None:
+        if asked > machine.cores:
+            rule = f"at most the {_counted(machine.cores, 'core')} of this host: more threads than cores wait for each other"
+            raise PlanError(Problem(f"launch.threads={asked}", rule, f"launch.threads={machine.cores} or auto"))
+        return asked, []
     threads = max(1, machine.cores // machine.world_size)
     reason = f"{_counted(machine.cores, 'core')} / {_counted(machine.world_size, 'rank')}"
     return threads, [Choice("launch.threads", str(threads), reason)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from llmtrain.config.typed import Config
 from llmtrain.metrics.memory import Ledger
@@ -20,6 +21,7 @@ def build_engine(config: Config, plan: Plan, ledger: Ledger) -> NativeEngine:
     device = torch.device(plan.device)
     model = build_on_meta(plan)
     parallelize(model, plan)
+    assert _ties(model) == plan.tied, f"the model ties {_ties(model)}, the plan {plan.tied}"
     materialize(model, seed=config.run.seed, device=device)
     ledger.watch(model)
     optimizer = build_optimizer(config.optimizer, model.named_parameters())
@@ -35,3 +37,11 @@ def build_engine(config: Config, plan: Plan, ledger: Ledger) -> NativeEngine:
         seed=config.run.seed,
         device=device,
     )
+
+
+def _ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Sets of names that are one parameter, in the order of the model."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return tuple(tuple(several) for several in names.values() if len(several) > 1)

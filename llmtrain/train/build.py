@@ -6,28 +6,30 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from llmtrain.checkpoint.store import CheckpointStore, Loaded
 from llmtrain.config.compose import Composed
-from llmtrain.config.errors import DataError, ExitCode, LlmtrainError, Problem
+from llmtrain.config.errors import DataError, ExitCode, LlmtrainError, Problem, StorageError, exit_code_of
+from llmtrain.config.paths import user_path
 from llmtrain.data.corpus import Corpus, build_corpus
 from llmtrain.dist.runtime import configure_process
 from llmtrain.dist.world import read_launch
 from llmtrain.metrics.console import Console, Tone
 from llmtrain.metrics.memory import StorageLedger
-from llmtrain.metrics.meters import DeviceMemory
+from llmtrain.metrics.meters import DeviceMeter
 from llmtrain.metrics.sinks import JsonlSink, open_sink
 from llmtrain.metrics.throughput import PeakFlops, Throughput, peak_flops
 from llmtrain.ops.dtypes import DTYPES
-from llmtrain.plan.make_plan import make_plan
+from llmtrain.plan.make_plan import check_memory, make_plan
 from llmtrain.plan.plan import Machine, Plan
 from llmtrain.train.assemble import build_engine
-from llmtrain.train.card import bits_per_byte, card_rows, done_lines, sample_text
+from llmtrain.train.card import bits_per_byte, card_rows, done_lines, next_commands, sample_text
 from llmtrain.train.engine_native import NativeEngine
 from llmtrain.train.machine import detect_machine
 from llmtrain.train.memory_errors import explained_memory_errors
@@ -37,6 +39,8 @@ from llmtrain.train.signals import StopSignals
 from llmtrain.train.state import TrainState
 from llmtrain.train.trainer import Outcome, Trainer
 
+DEFAULT_MODEL = "tiny"
+"""The option whose values are the defaults of the schema; a run without any is called after it."""
 LEDGER_UPDATES = 2
 """Updates of each start whose memory is measured."""
 
@@ -57,20 +61,36 @@ def train(composed: Composed, console: Console) -> ExitCode:
         config.data, config.tokenizer, seed=config.run.seed, vocab_size=config.model.vocab_size, progress=console.status
     )
     plan = make_plan(config, machine, vocab_size=corpus.tokenizer.vocab_size)
+    check_memory(plan, machine)
     configure_process(threads=plan.threads, deterministic=config.train.deterministic)
     folder = _folder(composed)
     folder.create()
+    wire = with_absolute_paths(composed.wire)
     with folder.lock():
-        opening = folder.decide(composed.wire, plan, origins=composed.origins)
+        opening = folder.decide(wire, plan, origins=composed.origins)
         if opening.start is Start.FINISHED:
             console.line(opening.message)
-            console.next([f"llmtrain generate {folder.path}", f"llmtrain evaluate {folder.path}"])
+            console.next(next_commands(config, folder.path))
             console.document({"run": str(folder.path), "code": int(ExitCode.DONE), "message": opening.message})
             return ExitCode.DONE
         environment = describe_environment(plan.device, machine.device_name, plan.threads)
-        folder.record_start(composed.wire, composed.words, plan, environment, opening)
-        with _status_of_failures(folder):
-            return _Run(composed, console, machine, corpus, plan, folder, opening).carry_out()
+        with StopSignals() as stop:
+            folder.record_start(wire, composed.words, plan, environment, opening)
+            run = _Run(composed, console, machine, corpus, plan, folder, opening, stop)
+            with _status_of_failures(folder), explained_memory_errors(plan):
+                trained = run.fit()
+        return run.tell(trained)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What a start of a run leaves behind in memory."""
+
+    engine: NativeEngine
+    state: TrainState
+    reporter: Reporter
+    code: ExitCode
+    reason: str
 
 
 class _Run:
@@ -85,6 +105,7 @@ class _Run:
         plan: Plan,
         folder: RunFolder,
         opening: Opening,
+        stop: StopSignals,
     ) -> None:
         self._composed = composed
         self._config = composed.config
@@ -94,23 +115,25 @@ class _Run:
         self._plan = plan
         self._folder = folder
         self._opening = opening
+        self._stop = stop
         self._store = CheckpointStore(folder.checkpoints, composed.config.checkpoint.keep)
         self._ledger = StorageLedger(torch.device(plan.device), LEDGER_UPDATES)
         self._began = time.monotonic()
 
-    def carry_out(self) -> ExitCode:
-        """Build or restore, train, and tell how it went."""
+    def fit(self) -> _Trained:
+        """Build or restore, train, save, and write the final status."""
         config, plan, console = self._config, self._plan, self._console
         console.status("building the model")
-        with explained_memory_errors(plan):
-            engine = build_engine(config, plan, self._ledger)
+        engine = build_engine(config, plan, self._ledger)
         state = self._restore(engine)
         console.status("measuring the speed of a matrix product")
         peak = peak_flops(torch.device(plan.device), DTYPES[plan.precision.matmul])
         self._show_card(peak)
-        with _opened_sink(self._folder, state.step) as sink, StopSignals() as stop:
-            reporter = self._reporter(sink, peak)
-            trainer = self._trainer(engine, state, reporter, stop)
+        with _opened_sink(self._folder, state.step) as sink:
+            if sink.num_damaged:
+                console.line(f"{sink.num_damaged} torn lines of metrics.jsonl were dropped")
+            reporter = self._build_reporter(sink, peak)
+            trainer = self._build_trainer(engine, state, reporter)
             console.start_training(
                 first_step=state.step,
                 total_steps=trainer.last_step,
@@ -118,9 +141,12 @@ class _Run:
                 baseline_loss=self._baseline_loss(),
             )
             console.status("first update")
-            with explained_memory_errors(plan):
-                outcome = trainer.fit()
-        return self._finish(engine, state, reporter, outcome, stop)
+            outcome = trainer.fit()
+        code, reason = ExitCode.DONE, outcome.value
+        if outcome is Outcome.SIGNAL and self._stop.received is not None:
+            code, reason = ExitCode.REQUEUE, f"stopped by {self._stop.received.name}"
+        self._folder.write_status(int(code), state.step, reason)
+        return _Trained(engine, state, reporter, code, reason)
 
     def _restore(self, engine: NativeEngine) -> TrainState:
         """The state of the newest good checkpoint, or that of a run that begins."""
@@ -142,19 +168,18 @@ class _Run:
         rows = card_rows(config, self._plan, self._machine, self._corpus, peak, self._resume_command())
         self._console.card(f"llmtrain train · {path}", rows)
 
-    def _reporter(self, sink: JsonlSink, peak: PeakFlops) -> Reporter:
-        device = torch.device(self._plan.device)
+    def _build_reporter(self, sink: JsonlSink, peak: PeakFlops) -> Reporter:
         return Reporter(
             plan=self._plan,
             console=self._console,
             sink=sink,
             ledger=self._ledger,
-            device_memory=DeviceMemory(device),
+            device_meter=DeviceMeter(torch.device(self._plan.device)),
             peak_flops=peak.flops_per_second * self._plan.world_size,
             throughput=Throughput(),
         )
 
-    def _trainer(self, engine: NativeEngine, state: TrainState, reporter: Reporter, stop: StopSignals) -> Trainer:
+    def _build_trainer(self, engine: NativeEngine, state: TrainState, reporter: Reporter) -> Trainer:
         return Trainer(
             plan=self._plan,
             train=self._config.train,
@@ -164,7 +189,7 @@ class _Run:
             store=self._store,
             state=state,
             reporter=reporter,
-            stop=stop,
+            stop=self._stop,
         )
 
     def _baseline_loss(self) -> float | None:
@@ -172,10 +197,9 @@ class _Run:
         bits = self._corpus.byte_frequency_bits
         return None if bits is None else bits * math.log(2) * self._corpus.bytes_per_token
 
-    def _finish(
-        self, engine: NativeEngine, state: TrainState, reporter: Reporter, outcome: Outcome, stop: StopSignals
-    ) -> ExitCode:
-        config, console, path = self._config, self._console, self._folder.path
+    def tell(self, trained: _Trained) -> ExitCode:
+        """Say how it went; the status is written already, so nothing that goes wrong here changes it."""
+        console, path, state, reporter = self._console, self._folder.path, trained.state, trained.reporter
         val_loss = None if reporter.last is None else reporter.last.val_loss
         lines = done_lines(
             self._plan,
@@ -186,26 +210,21 @@ class _Run:
             val_loss=val_loss,
             measured_peak_bytes=reporter.measured_peak_bytes,
         )
-        code = ExitCode.REQUEUE if outcome is Outcome.SIGNAL else ExitCode.DONE
-        reason = f"stopped by {stop.received.name}" if code is ExitCode.REQUEUE and stop.received else outcome.value
-        self._folder.write_status(int(code), state.step, reason)
-        document = {"run": str(path), "code": int(code), "reason": reason, "step": state.step}
+        document = {"run": str(path), "code": int(trained.code), "reason": trained.reason, "step": state.step}
         if val_loss is not None:
             document |= {"val_loss": val_loss, "bits_per_byte": self._bits(val_loss)}
-        if code is ExitCode.REQUEUE:
+        if trained.code is ExitCode.REQUEUE:
             console.block("stopped", lines, Tone.BAD)
             console.next([self._resume_command()])
         else:
             console.block("done", lines, Tone.GOOD)
-            text = sample_text(engine.model, self._corpus, config)
+            text = sample_text(trained.engine.model, self._corpus, self._config)
             if text is not None:
                 console.block("sample", text.splitlines() or [""])
                 document["sample"] = text
-            console.next(
-                [f'llmtrain generate {path} generate.prompt="import "', f"llmtrain evaluate {path}", f"run folder {path}"]
-            )
+            console.next(next_commands(self._config, path))
         console.document(document)
-        return code
+        return trained.code
 
     def _resume_command(self) -> str:
         """What to type to go on with this run from anywhere the same paths mean the same."""
@@ -219,9 +238,19 @@ class _Run:
 def _folder(composed: Composed) -> RunFolder:
     """Where this run belongs; a name is drawn when none was given, the same one for a requeued Slurm job."""
     config = composed.config
-    label = composed.groups.get("experiment") or composed.groups.get("model") or "run"
+    label = composed.groups.get("experiment") or composed.groups.get("model") or DEFAULT_MODEL
     job_id = read_launch(os.environ, config.launch.nproc).job_id
-    return resolve_run_folder(Path(config.run.dir), config.run.name, label, job_id=job_id)
+    parent = user_path(config.run.dir, f"run.dir={config.run.dir}")
+    return resolve_run_folder(parent, config.run.name, label, job_id=job_id)
+
+
+def with_absolute_paths(wire: Mapping[str, Any]) -> dict[str, Any]:
+    """The config to keep: the text is found again from any folder."""
+    data = {
+        name: str(user_path(value, f"data.{name}={value}").absolute()) if name in ("path", "cache_dir") and value else value
+        for name, value in wire["data"].items()
+    }
+    return {**wire, "data": data}
 
 
 def _check_data(loaded: Loaded, corpus: Corpus) -> None:
@@ -250,14 +279,10 @@ def _status_of_failures(folder: RunFolder) -> Iterator[None]:
     """Whatever ends the run, status.json says so before the process ends."""
     try:
         yield
-    except LlmtrainError as error:
-        _write_failure(folder, int(error.exit_code), error.problems[0].what)
-        raise
     except BaseException as error:
-        _write_failure(folder, int(ExitCode.FAULT), f"{type(error).__name__}: {error}")
+        reason = error.problems[0].what if isinstance(error, LlmtrainError) else f"{type(error).__name__}: {error}"
+        # Where the disk is the trouble the status cannot be written either; what is told is the first error.
+        with suppress(StorageError):
+            steps = CheckpointStore(folder.checkpoints, keep=1).published()
+            folder.write_status(int(exit_code_of(error)), steps[-1] if steps else 0, reason)
         raise
-
-
-def _write_failure(folder: RunFolder, code: int, reason: str) -> None:
-    steps = CheckpointStore(folder.checkpoints, 1).published()
-    folder.write_status(code, steps[-1] if steps else 0, reason)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shlex
+from pathlib import Path
 
 from llmtrain.config.typed import Config, Packing, RecomputeKind, SyntheticData
 from llmtrain.data.corpus import Corpus
@@ -15,7 +17,6 @@ from llmtrain.plan.plan import Machine, MemoryForecast, Plan
 from llmtrain.plan.report import format_bytes
 from llmtrain.train.state import TrainState
 
-SAMPLE_TOKENS = 240
 CATEGORIES = ("params", "grads", "optimizer", "activations", "loss", "other")
 ROW_KEYS = ("launch.device", "launch.threads", "model.vocab_size", "schedule.warmup_steps", "parallelism.dp_replicate")
 """Choices whose row of the card already shows them."""
@@ -70,6 +71,14 @@ def sample_text(model: Transformer, corpus: Corpus, config: Config) -> str | Non
     tokenizer = corpus.tokenizer
     ids = generate(model, [tokenizer.bos_id], settings, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size)
     return tokenizer.decode(list(ids))
+
+
+def next_commands(config: Config, folder: Path) -> list[str]:
+    """What one would type after a run."""
+    commands = [["llmtrain", "evaluate", str(folder)]]
+    if not isinstance(config.data.source, SyntheticData):
+        commands.insert(0, ["llmtrain", "generate", str(folder), "generate.prompt=import "])
+    return [shlex.join(command) for command in commands]
 
 
 def bits_per_byte(loss: float, corpus: Corpus) -> float:

@@ -15,6 +15,6 @@ def check_skips(state: TrainState, result: StepResult, limit: int) -> None:
         Problem(
             f"{state.skipped_since_step} updates in a row were not finite (loss {result.loss}, gradient norm {result.grad_norm})",
             f"at most train.max_consecutive_skips={limit} updates in a row may be skipped; weights are those of step {state.step}",
-            "a lower optimizer.lr, optimizer.clip_norm=1.0 or precision=fp32; the last checkpoint is intact",
+            "a lower optimizer.lr, optimizer.clip_norm=1.0 or precision=fp32; checkpoints saved before are intact",
         )
     )

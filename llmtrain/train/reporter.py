@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from llmtrain.metrics.console import Console
 from llmtrain.metrics.memory import Ledger, MemorySummary
-from llmtrain.metrics.meters import DeviceMemory, StepRecord
+from llmtrain.metrics.meters import DeviceMeter, StepRecord
 from llmtrain.metrics.sinks import JsonlSink
 from llmtrain.metrics.throughput import Rate, Throughput, mfu
 from llmtrain.plan.plan import Plan
@@ -29,7 +29,7 @@ class Reporter:
         console: Console,
         sink: JsonlSink,
         ledger: Ledger,
-        device_memory: DeviceMemory,
+        device_meter: DeviceMeter,
         peak_flops: float,
         throughput: Throughput,
     ) -> None:
@@ -37,34 +37,38 @@ class Reporter:
         self._console = console
         self._sink = sink
         self._ledger = ledger
-        self._device_memory = device_memory
+        self._device_meter = device_meter
         self._peak_flops = peak_flops
         self._throughput = throughput
         self._rate = Rate(0.0, 0)
+        """Of everything since the last record: the update and the skipped batches before it."""
         self._memory: MemorySummary | None = None
-        self._skipped = 0
+        self._skipped, self._rate = 0, Rate(0.0, 0)
         self.last: StepRecord | None = None
         """The newest record of this process."""
         self.measured_peak_bytes: int | None = None
         """Highest bytes of any update that was measured."""
 
-    def start(self) -> None:
-        """The first update is about to begin."""
+    def start(self, state: TrainState) -> None:
+        """The first update is about to begin, of a run that stands at `state`."""
+        self._skipped = state.skipped_since_step
         self._throughput.start()
 
     @contextmanager
     def update(self) -> Iterator[None]:
         """Around one update, data included."""
-        self._device_memory.start_step()
+        self._device_meter.start_step()
         with self._ledger.window():
             yield
-        self._rate = self._throughput.step(self._plan.batch.tokens_per_step)
+        rate = self._throughput.step(self._plan.batch.tokens_per_step)
+        self._rate = Rate(self._rate.seconds + rate.seconds, self._rate.tokens + rate.tokens)
         self._memory = self._ledger.summary()
 
     @contextmanager
     def aside(self, what: str) -> Iterator[None]:
         """Around work that belongs to no update; `what` is shown while it lasts."""
         self._console.status(what)
+        self._device_meter.wait()
         with self._throughput.excluded():
             yield
         self._console.status("")
@@ -72,10 +76,11 @@ class Reporter:
     def skipped(self, state: TrainState, result: StepResult) -> None:
         """The batch was consumed but made no step."""
         self._skipped += 1
-        self._console.warn(
+        self._console.line(
             f"skipped a batch before step {state.step + 1}: loss {result.loss}, gradient norm {result.grad_norm} "
             f"({state.skipped_since_step} in a row)"
         )
+        self._console.warn("batches with non-finite loss or gradients were skipped; `skipped` in metrics.jsonl counts them")
 
     def report(self, state: TrainState, result: StepResult, val_loss: float | None) -> None:
         """Write the record of the update just made."""
@@ -89,12 +94,12 @@ class Reporter:
             step_seconds=self._rate.seconds,
             tokens_per_second=speed,
             mfu=mfu(speed, self._plan.flops_per_token, self._peak_flops),
-            peak_memory_bytes=self._device_memory.peak_bytes(self._memory),
+            peak_memory_bytes=self._device_meter.peak_bytes(self._memory),
             memory=self._memory,
             skipped=self._skipped,
             val_loss=val_loss,
         )
-        self._skipped = 0
+        self._skipped, self._rate = 0, Rate(0.0, 0)
         self.last = record
         if record.peak_memory_bytes is not None:
             self.measured_peak_bytes = max(record.peak_memory_bytes, self.measured_peak_bytes or 0)

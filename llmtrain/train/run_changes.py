@@ -13,6 +13,7 @@ from llmtrain.config.keys import leaves
 from llmtrain.config.settle import flatten
 from llmtrain.config.typed import ScheduleKind
 from llmtrain.config.values import show
+from llmtrain.optim.schedule import learning_rate
 from llmtrain.plan.plan import SchedulePlan
 
 
@@ -45,7 +46,7 @@ EFFECTS: Mapping[str, Effect] = {
     "model": Effect.SHAPE,
     "model.dropout": Effect.TRAINING,
     "data": Effect.SHAPE,
-    "data.path": Effect.TRAINING,
+    "data.path": Effect.PASSES,
     "data.cache_dir": Effect.PASSES,
     "tokenizer": Effect.SHAPE,
     "precision": Effect.TRAINING,
@@ -117,6 +118,12 @@ def _means_the_same(config: Mapping[str, Any], change: Change) -> bool:
         return False
 
 
+def with_settled_precision(changes: tuple[Change, ...], old: str, new: str) -> tuple[Change, ...]:
+    """The changes with that of the precision as plans settled it: `auto` may have become another one on another machine."""
+    others = tuple(change for change in changes if change.key != "precision.kind")
+    return others if old == new else (*others, Change("precision.kind", old, new))
+
+
 def refuse_changes(
     changes: tuple[Change, ...], *, keep_going: bool, horizon: Problem | None, where: str, origins: Mapping[str, str]
 ) -> list[Problem]:
@@ -146,20 +153,42 @@ def refuse_changes(
 def check_horizon(old: SchedulePlan, new: SchedulePlan, *, reached: int, keep_going: bool) -> Problem | None:
     """Whether a run at update `reached` may end elsewhere: its learning rates so far must be those of the new schedule as well.
 
-    They are under `constant`, and under `wsd` before the decay of either schedule began.
+    They are under `constant` and `wsd` if the warm-up of both schedules is as long (`auto` follows the length of the run) and,
+    under `wsd`, the decay of neither has begun.
     """
     what = f"train.steps={new.steps}"
     if new.steps < reached:
         return Problem(
             what, f"the run has already made {reached} updates", f"train.steps={reached} or more, or another run.name"
         )
-    if keep_going or old.steps == new.steps or old.kind is ScheduleKind.CONSTANT:
+    if keep_going or old.steps == new.steps:
         return None
-    if old.kind is ScheduleKind.WSD:
-        decay_start = min(old.steps - old.decay_steps, new.steps - new.decay_steps)
-        if reached <= decay_start:
+    if old.kind in (ScheduleKind.CONSTANT, ScheduleKind.WSD):
+        update = _first_difference(old, new, reached)
+        if update is None:
             return None
-        rule = f"{old.steps} -> {new.steps}: wsd allows it until the decay begins, after update {decay_start}; the run is at {reached}"
+        before, after = learning_rate(old, update), learning_rate(new, update)
+        rule = (
+            f"{old.steps} -> {new.steps}: the learning rate of update {update} was {before:.3g} and would have been {after:.3g}"
+            f" (warm-up {old.warmup_steps} -> {new.warmup_steps}{_decay_starts(old, new)}); the run is at {reached}"
+        )
     else:
-        rule = f"{old.steps} -> {new.steps}: under schedule={old.kind} the learning rates so far would have been others"
+        rule = f"{old.steps} -> {new.steps}: under schedule={old.kind} the length decides on every learning rate after warm-up"
     return Problem(what, rule, f"train.steps={old.steps}, run.on_change=continue, or another run.name")
+
+
+def _first_difference(old: SchedulePlan, new: SchedulePlan, reached: int) -> int | None:
+    """The first of the updates 1 … `reached` that has another learning rate in the new schedule; None if there is none.
+
+    Both are straight lines between their corners, so where they agree at each corner and right behind it they agree everywhere.
+    """
+    corners = {corner for plan in (old, new) for corner in (plan.warmup_steps, plan.steps - plan.decay_steps, plan.steps)}
+    updates = {1, reached} | corners | {corner + 1 for corner in corners}
+    within = sorted(update for update in updates if 1 <= update <= reached)
+    return next((update for update in within if learning_rate(old, update) != learning_rate(new, update)), None)
+
+
+def _decay_starts(old: SchedulePlan, new: SchedulePlan) -> str:
+    if old.kind is not ScheduleKind.WSD:
+        return ""
+    return f", decay after update {old.steps - old.decay_steps} -> {new.steps - new.decay_steps}"

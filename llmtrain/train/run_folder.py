@@ -2,7 +2,7 @@
 
     config.yaml       the resolved config           overrides.yaml    the words of every start
     plan.json         what was settled              environment.json  versions, platform, device
-    status.json       {code, step, reason}          metrics.jsonl, logs/, checkpoints/
+    status.json       {code, step, reason}          metrics.jsonl, checkpoints/
 
 Every small file carries `format_version` and is replaced as a whole. Only the holder of `lock()` writes.
 """
@@ -31,7 +31,7 @@ from llmtrain.config.errors import ConfigError, ExitCode, Problem, StorageError
 from llmtrain.config.typed import ScheduleKind
 from llmtrain.plan.plan import Plan, SchedulePlan
 from llmtrain.plan.report import plan_to_dict
-from llmtrain.train.run_changes import Change, Effect, check_horizon, find_changes, refuse_changes
+from llmtrain.train.run_changes import Change, Effect, check_horizon, find_changes, refuse_changes, with_settled_precision
 from llmtrain.train.run_lock import RunLock
 
 FORMAT_VERSION = 1
@@ -110,10 +110,6 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -125,7 +121,7 @@ class RunFolder:
         """
         probe = self.path / f".probe-{secrets.token_hex(4)}"
         try:
-            for folder in (self.path, self.checkpoints, self.logs):
+            for folder in (self.path, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
             for folder in (self.path.parent, self.path):
                 self.files.fsync_folder(folder)
@@ -221,10 +217,7 @@ class RunFolder:
         Raises:
             StorageError: plan.json is missing, damaged or newer.
         """
-        document = self._read("plan.json", "precision_name")
-        if document is None:
-            raise _spoilt(self.path / "plan.json", "it is missing")
-        return str(document["precision_name"])
+        return str(self._read_plan("precision_name"))
 
     def _saved_steps(self) -> list[int]:
         try:
@@ -235,7 +228,7 @@ class RunFolder:
     def _accept_changes(
         self, before: Mapping[str, Any], config: Mapping[str, Any], plan: Plan, reached: int, origins: Mapping[str, str]
     ) -> tuple[Change, ...]:
-        changes = find_changes(before, config)
+        changes = with_settled_precision(find_changes(before, config), self.read_precision(), plan.precision_name)
         keep_going = config["run"]["on_change"] == "continue"
         horizon = None
         if any(change.effect is Effect.HORIZON for change in changes):
@@ -246,15 +239,18 @@ class RunFolder:
         return changes
 
     def _old_schedule(self) -> SchedulePlan:
-        document = self._read("plan.json", "schedule")
-        if document is None:
-            raise StorageError(
-                Problem(f"{self.path / 'plan.json'} is missing", "it says how far the run was to go", "another run.name")
-            )
+        schedule = self._read_plan("schedule")
         try:
-            return SchedulePlan(**{**document["schedule"], "kind": ScheduleKind(document["schedule"]["kind"])})
+            return SchedulePlan(**{**schedule, "kind": ScheduleKind(schedule["kind"])})
         except (TypeError, KeyError, ValueError) as error:
             raise _spoilt(self.path / "plan.json", f"its schedule is malformed ({error})") from error
+
+    def _read_plan(self, name: str) -> Any:
+        """One entry of plan.json, which says what the last start settled on."""
+        document = self._read("plan.json", name)
+        if document is None:
+            raise _spoilt(self.path / "plan.json", "it is missing")
+        return document[name]
 
     def _read_starts(self) -> list[Any]:
         document = self._read("overrides.yaml", "starts")

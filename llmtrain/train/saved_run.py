@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from llmtrain.checkpoint.store import CheckpointStore, match_tensors
 from llmtrain.config.compose import config_from_wire
-from llmtrain.config.errors import Problem, StorageError
+from llmtrain.config.errors import ConfigError, DataError, Problem
 from llmtrain.config.typed import AccumulationConfig, Config, LaunchConfig, SyntheticData
 from llmtrain.data.corpus import build_corpus
 from llmtrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -26,7 +27,10 @@ from llmtrain.plan.plan import Plan
 from llmtrain.train.engine_native import MODEL_PREFIX
 from llmtrain.train.forward_backward import evaluate_batches
 from llmtrain.train.machine import detect_machine
+from llmtrain.train.memory_errors import explained_memory_errors
 from llmtrain.train.run_folder import existing_run_folder
+
+LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,18 @@ def load_run(path: Path, launch: LaunchConfig, step: int | None = None) -> Saved
         step: the checkpoint; None = the newest good one.
 
     Raises:
-        StorageError: no run, no such checkpoint, or tensors that do not fit the config.
+        ConfigError: no such checkpoint.
+        StorageError: no run, a damaged checkpoint, or tensors that do not fit the config.
     """
     folder = existing_run_folder(path)
     wire = folder.read_config()
     assert wire is not None, "existing_run_folder has seen config.yaml"
-    loaded = CheckpointStore(folder.checkpoints, keep=1).load(step)
+    store = CheckpointStore(folder.checkpoints, keep=1)
+    steps = store.published()
+    if step is not None and step not in steps:
+        there = f"checkpoints of {path}: {', '.join(map(str, steps)) or 'none'}"
+        raise ConfigError(Problem(f"step {step}", there, f"{min(steps, key=lambda one: abs(one - step))}" if steps else ""))
+    loaded = store.load(step)
     tokenizer = load_tokenizer(loaded.state["tokenizer"])
     # One sequence at a time: whether the training batch would fit on this machine is not asked.
     alone = AccumulationConfig(global_batch_size=1, global_batch_tokens=None, micro_batch_size=1)
@@ -82,7 +92,8 @@ def evaluate_run(path: Path, config: Config, progress: Callable[[str], None]) ->
         config: this command's; only `evaluate` and `launch` are read.
 
     Raises:
-        StorageError: see `load_run`; or the text is not what the run was trained on.
+        ConfigError, StorageError: see `load_run`.
+        DataError: the text is not what the run was trained on.
     """
     progress("loading the checkpoint")
     run = load_run(path, config.launch, config.evaluate.step)
@@ -95,16 +106,17 @@ def evaluate_run(path: Path, config: Config, progress: Callable[[str], None]) ->
     )
     if corpus.fingerprint != run.data_fingerprint:
         rule = "its validation text, tokenizer or packing is not what the run was trained with, so the loss would mean nothing"
-        raise StorageError(Problem(f"the data of {path} has changed", rule, "the text the run was started with"))
+        raise DataError(Problem(f"the data of {path} has changed", rule, "the text the run was started with"))
     progress("scoring the validation text")
     batches = corpus.validation.batches(config.evaluate.batch_size, config.evaluate.tokens)
     loss = build_loss(run.plan.loss, run.plan.precision)
-    result = evaluate_batches(run.model, loss, batches, torch.device(run.plan.device))
+    with explained_memory_errors(run.plan, cures=(f"evaluate.batch_size={max(1, config.evaluate.batch_size // 2)}",)):
+        result = evaluate_batches(run.model, loss, batches, torch.device(run.plan.device))
     document = {
         "run": str(path),
         "step": run.step,
         "loss": result.loss,
-        "perplexity": math.exp(result.loss),
+        "perplexity": math.exp(result.loss) if result.loss < LARGEST_EXPONENT else math.inf,
         "targets": result.num_targets,
     }
     if corpus.byte_frequency_bits is not None:
@@ -120,12 +132,13 @@ def generate_text(path: Path, config: Config) -> Iterator[str]:
         config: this command's; only `generate` and `launch` are read.
 
     Raises:
-        StorageError: see `load_run`; or the run's data is no text.
+        ConfigError: see `load_run`; or the run's data is no text.
+        StorageError: see `load_run`.
     """
     settings = config.generate
     run = load_run(path, config.launch, settings.step)
     if isinstance(run.config.data.source, SyntheticData):
-        raise StorageError(Problem(f"{path} was trained on synthetic tokens", "there is no text to generate", "a run on text"))
+        raise ConfigError(Problem(f"{path} was trained on synthetic tokens", "there is no text to generate", "a run on text"))
     tokenizer = run.tokenizer
     prompt = [tokenizer.bos_id] if run.config.data.bos or not settings.prompt else []
     prompt += [int(token) for token in tokenizer.encode(settings.prompt)]

@@ -1,11 +1,11 @@
-"""Asking a run to stop: SIGINT, SIGTERM and SIGUSR1 set a flag that the trainer reads between updates."""
+"""Asking a run to stop: SIGINT, SIGTERM, SIGUSR1 and SIGHUP set a flag that the trainer reads between updates."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType, TracebackType
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopSignals:

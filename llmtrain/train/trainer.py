@@ -66,7 +66,7 @@ class Trainer:
             NumericsError: too many updates in a row were not finite; the checkpoints before are intact.
             StorageError: a record or checkpoint cannot be written.
         """
-        self._reporter.start()
+        self._reporter.start(self.state)
         with _collecting_garbage(self._train.gc_every) as collect:
             while self.state.step < self.last_step and self._stop.received is None:
                 result = self._update()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmtrain.config.compose import changed_keys, compose_config, config_from_wire, group_options, to_yaml
+from llmtrain.config.compose import compose_config, config_from_wire, group_options, to_yaml
 from llmtrain.config.errors import ConfigError
 from llmtrain.config.keys import leaves
 from llmtrain.config.settle import flatten
@@ -221,17 +221,6 @@ def test_a_saved_config_of_an_older_version_gets_the_new_defaults() -> None:
     wire = compose_config([]).wire
     del wire["generate"]["top_p"], wire["profile"]
     assert config_from_wire(wire) == compose_config([]).config
-
-
-def test_changed_keys() -> None:
-    old, new = compose_config([]).wire, compose_config(["train.steps=5", "launch.env={}", "recompute=selective"]).wire
-    assert changed_keys(old, new) == {
-        "train.steps": (None, 5),
-        "recompute.kind": ("none", "selective"),
-        "recompute.keep": (None, ["attention", "matmul"]),
-    }
-    assert changed_keys(old, old) == {}
-    assert changed_keys({"train": {"steps": 5}}, {"gone": 1}) == {"train.steps": (5, None), "gone": (None, 1)}
 
 
 def test_the_wire_holds_every_key_as_plain_values() -> None:

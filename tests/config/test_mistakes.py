@@ -33,7 +33,7 @@ MISTAKES = [
     (["parallelism.tp=2"], ["parallelism.tp=2", "not available in this version, which runs one process", "parallelism.tp=1"]),
     (["launch.nproc=4"], ["launch.nproc=4", "not available in this version, which runs one process", "launch.nproc=1"]),
     # values
-    (["train.steps=1000.0"], ["train.steps=1000.0", "a whole number >= 1 (updates)", "train.steps=1000"]),
+    (["train.steps=1000.0"], ["train.steps=1000.0", "a whole number >= 1 and <= 1099511627776 (updates)", "train.steps=1000"]),
     (["train.log_every=0"], ["train.log_every=0", "a whole number >= 1", "train.log_every=1"]),
     (["run.seed=-1"], ["run.seed=-1", ">= 0 and < 4294967296", "run.seed=0"]),
     (["optimizer.lr=fast"], ["optimizer.lr=fast", "a number > 0", "0.1 or 1e-3"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from helpers.models import DROPOUT, LLAMA_LIKE, SHAPES, gradients, random_tokens
 from torch import Tensor
 
 from llmtrain.config.typed import ChunkedLoss, LossConfig, ModelConfig, RecomputeConfig, RecomputeKind, ReferenceLoss
+from llmtrain.dist.torch_private import TorchDispatchMode
 from llmtrain.model.cache import KVCache
 from llmtrain.model.init import materialize
 from llmtrain.model.transformer import Transformer
+from llmtrain.ops.attention import AttentionDropout, document_mask, reference_attention, sdpa_attention
 from llmtrain.ops.cross_entropy import build_loss
 from llmtrain.ops.random import DropoutKey, Site, uniform_lanes
 from llmtrain.parallel.recompute import apply_recompute
@@ -98,3 +101,38 @@ def test_cached_decoding_equals_the_full_forward(backend: str) -> None:
     cache = KVCache(model.config, model.precision, batch_size=2, capacity=20, device="cuda")
     parts = [model(tokens[:, start:stop], cache=cache) for start, stop in ((0, 7), (7, 8), (8, 15), (15, 20))]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=1e-5, atol=1e-5)
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that are run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("num_queries", [1, 24, 64])
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_sdpa_never_writes_out_all_scores(dtype: torch.dtype, packed: bool, num_queries: int, kv_heads: int) -> None:
+    """Grouped heads, masks and dtypes in every combination, after a cache too: always a fused kernel, forward and backward."""
+    if packed and num_queries < 64:
+        pytest.skip("cached decoding reads one document per row")
+    query, key, value = (
+        torch.randn(2, length, heads, 64, device="cuda").to(dtype).transpose(1, 2).requires_grad_()
+        for heads, length in ((8, num_queries), (kv_heads, 64), (kv_heads, 64))
+    )
+    allowed = document_mask((torch.arange(64, device="cuda") // 25).repeat(2, 1)) if packed else None
+    expected = reference_attention(query, key, value, allowed, AttentionDropout(0.0, None, 0))
+    with Operations() as operations:
+        found = sdpa_attention(query, key, value, allowed, AttentionDropout(0.0, None, 0))
+        found.sum().backward()
+    fused = {name for name in operations.names if name.startswith("_scaled_dot_product_") and name.endswith("_attention")}
+    assert len(fused) == 1, operations.names
+    assert not operations.names & {"bmm", "baddbmm", "_softmax", "_safe_softmax"}, operations.names
+    assert relative_error(found, expected) < (1e-5 if dtype is torch.float32 else 2e-2)

@@ -13,7 +13,7 @@ from llmtrain.checkpoint.store import CheckpointStore
 from llmtrain.config import schema
 from llmtrain.config.compose import config_from_wire
 from llmtrain.plan.make_plan import make_plan
-from llmtrain.plan.plan import Plan
+from llmtrain.plan.plan import Machine, Plan
 from llmtrain.train.run_folder import Opening, RunFolder, describe_environment
 
 
@@ -30,12 +30,12 @@ def wire(**keys: Any) -> dict[str, Any]:
     return config
 
 
-def plan_of(config: dict[str, Any]) -> Plan:
-    return make_plan(config_from_wire(config), MACHINE, vocab_size=VOCAB_SIZE)
+def plan_of(config: dict[str, Any], machine: Machine = MACHINE) -> Plan:
+    return make_plan(config_from_wire(config), machine, vocab_size=VOCAB_SIZE)
 
 
-def decide(folder: RunFolder, config: dict[str, Any]) -> Opening:
-    return folder.decide(config, plan_of(config), origins={"optimizer.lr": "command line, word 3"})
+def decide(folder: RunFolder, config: dict[str, Any], machine: Machine = MACHINE) -> Opening:
+    return folder.decide(config, plan_of(config, machine), origins={"optimizer.lr": "command line, word 3"})
 
 
 def start(

@@ -13,6 +13,7 @@ from llmtrain.train.assemble import build_engine
 
 UPDATES, ROWS, LENGTH = 5, 8, 24
 PACKINGS = ("concat", "document", "padded")
+ATTENTION = ("reference", "sdpa", "blocked")
 EPS = 1e-5
 """Adam divides by |g| + eps: at the usual 1e-8 an element whose gradient is rounding noise (5e-9 beside a mean of 3e-3 here) makes a
 full step in a direction of its own in any implementation. With 1e-5 what is compared is the arithmetic and not that noise."""
@@ -79,7 +80,7 @@ def test_reference_path_is_the_plain_loop(reference):
 @pytest.mark.parametrize("micro_batch_size", [8, 4, 2, 1])
 def test_b01_every_cut_and_backend_equals_the_reference_path(reference, micro_batch_size, recompute):
     packing, (losses, norms, before, after) = reference
-    for attention, loss in itertools.product(("reference", "sdpa"), ("reference", "chunked")):
+    for attention, loss in itertools.product(ATTENTION, ("reference", "chunked")):
         keys = {
             "data.packing": packing,
             "recompute.kind": recompute,
@@ -122,7 +123,7 @@ def test_bf16_is_as_near_to_fp32_on_every_path(packing):
     true = gradients({}, packing)
     base = distances(gradients({"precision.kind": "bf16"}, packing), true)
     assert 1e-4 < max(base.values()) < 5e-2
-    paths = itertools.product((8, 2), ("none", "full", "selective"), ("reference", "sdpa"), ("reference", "chunked"))
+    paths = itertools.product((8, 2), ("none", "full", "selective"), ATTENTION, ("reference", "chunked"))
     for micro_batch_size, recompute, attention, loss in paths:
         keys = {
             "precision.kind": "bf16",

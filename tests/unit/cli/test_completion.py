@@ -24,8 +24,8 @@ def test_the_first_word_is_a_verb_a_group_or_a_section() -> None:
     found = offered("")
     assert {"train", "evaluate", "doctor", "precision=", "optimizer.", "output="} <= set(found)
     assert "bench" not in found
-    assert offered("ev") == ["evaluate", "evaluate."]
-    assert offered("train ev") == ["evaluate."]
+    assert offered("ev") == ["evaluate"]
+    assert offered("train ev") == [], "a training refuses the keys of an evaluation"
 
 
 @pytest.mark.parametrize("sign", ["", "+"])
@@ -44,6 +44,9 @@ def test_dotted_keys_one_level_at_a_time() -> None:
     assert offered("model.att") == ["model.attention."]
     assert "model.attention.num_heads=" in offered("model.attention.")
     assert offered("optimizer.l") == ["optimizer.lr="]
+    assert "generate.seed=" in offered("generate.") and "generate.prompt=" not in offered("generate.")
+    assert "generate.prompt=" in offered("generate runs/a generate.")
+    assert offered("doctor op") == [] and offered("doctor lau") == ["launch=", "launch."]
 
 
 def test_legal_words_of_a_key() -> None:
@@ -98,7 +101,7 @@ def in_bash(line: str, tmp_path: Path) -> list[str]:
 
 
 def test_bash_gets_what_follows_the_equals_sign(tmp_path: Path) -> None:
-    assert in_bash("llmtrain eval", tmp_path) == ["evaluate", "evaluate."]
+    assert in_bash("llmtrain eval", tmp_path) == ["evaluate"]
     assert in_bash("llmtrain +precision=bf", tmp_path) == ["bf16"]
 
 
@@ -110,7 +113,9 @@ def test_fish(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
 def test_zsh_accepts_the_script(tmp_path: Path) -> None:
-    run_shell("zsh", 'autoload -U compinit; compinit -D; eval "$(llmtrain --completion zsh)"; whence _llmtrain', tmp_path)
+    asked = 'eval "$(llmtrain --completion zsh)"; whence _llmtrain; print -r -- "llmtrain: ${_comps[llmtrain]}"'
+    said = run_shell("zsh", f"autoload -U compinit; compinit -u -D; {asked}", tmp_path)
+    assert said.splitlines() == ["_llmtrain", "llmtrain: _llmtrain"], "the function is there and completes the command"
 
 
 @pytest.mark.parametrize("shell", sorted(SCRIPTS))

@@ -16,7 +16,6 @@ WORDS = [
     "optimizer.lr=3e-4",
     "train.steps=1e3",
     "run.name=1e5",
-    "generate.prompt='line one: # no comment\nline two'",
     "train.eval_every=${checkpoint.every}",
     "recompute.keep=[attention]",
     "+experiment=demo",
@@ -31,6 +30,14 @@ def test_what_is_printed_composes_to_the_same_config(resolve: list[str], capsys:
     assert wire == composed.wire
     assert config_from_wire(wire) == composed.config
     assert wire["run"]["name"] == "1e5" and wire["train"]["eval_every"] == composed.wire["checkpoint"]["every"]
+
+
+@pytest.mark.parametrize("resolve", [[], ["--resolve"]])
+def test_text_of_any_form_is_printed_as_it_is(resolve: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate.prompt='line one: # no comment\nline two'", "generate.seed=1"]
+    assert dispatch(["generate", "--cfg", "job", *resolve, *words]) == 0
+    wire = yaml.safe_load(capsys.readouterr().out)
+    assert wire == compose_config(words).wire and wire["generate"]["prompt"] == "line one: # no comment\nline two"
 
 
 def test_origins_are_comments(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,23 +5,29 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from helpers.scripts import ROOT
 
 from llmtrain.cli import sweep as sweep_module
 from llmtrain.cli.arguments import parse_arguments
 from llmtrain.cli.dispatch import dispatch
-from llmtrain.cli.sweep import Outcome, job_suffix, lay_out, quoted, run_jobs, run_process
-from llmtrain.cli.sweep_table import read_metrics, read_result, table
+from llmtrain.cli.sweep import job_suffix, lay_out, quoted, run_jobs, run_process
+from llmtrain.cli.sweep_table import read_result, table
 from llmtrain.config.compose import compose_config
 from llmtrain.config.errors import ConfigError
+from llmtrain.metrics.sinks import TAIL_BYTES
 
 GRID = ["-m", "+precision=fp32,bf16", "optimizer.lr=0.001,0.01", "run.name=grid"]
 
@@ -31,10 +37,10 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def played(codes: Sequence[int], losses: Sequence[float | None], calls: list[Sequence[str]]) -> Callable[..., Outcome]:
+def played(codes: Sequence[int], losses: Sequence[float | None], calls: list[Sequence[str]]) -> Callable[..., int]:
     """A runner that writes what a job would leave behind."""
 
-    def runner(command: Sequence[str], log: Path, tick: Callable[[], None]) -> Outcome:
+    def runner(command: Sequence[str], log: Path, noted: Sequence[int], tick: Callable[[str], None]) -> int:
         number = len(calls)
         calls.append(command)
         config = compose_config(
@@ -42,7 +48,7 @@ def played(codes: Sequence[int], losses: Sequence[float | None], calls: list[Seq
         )
         folder = Path(config.config.run.dir) / str(config.config.run.name)
         folder.mkdir(parents=True)
-        tick()
+        tick("")
         log.write_text("loading\nerror: out of luck\n  rule  none\n")
         if losses[number] is not None:
             records = [
@@ -57,7 +63,7 @@ def played(codes: Sequence[int], losses: Sequence[float | None], calls: list[Seq
                 {"step": 3, "loss": 2.0, "tokens_per_second": 200.0, "peak_memory_bytes": 4 * 2**20},
             ]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        return Outcome(codes[number], False)
+        return codes[number]
 
     return runner
 
@@ -179,51 +185,135 @@ def test_the_reason_is_that_of_the_status_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     result = read_result(tmp_path, tmp_path / "none.log", {}, 77, 1.0)
     assert (result.reason, result.steps, result.val_loss) == ("not finite", 1, None)
-    assert read_metrics(tmp_path / "none") == []
+    assert read_result(tmp_path / "none", tmp_path / "none.log", {}, 77, 1.0).steps is None
+
+
+@pytest.mark.parametrize("status", ["", '{"reason": ', "[]", "\0\0\0"])
+def test_damaged_files_of_a_job_are_no_end_of_the_sweep(tmp_path: Path, status: str) -> None:
+    (tmp_path / "status.json").write_text(status)
+    (tmp_path / "log").write_text("killed\n")
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.0}\n\0\0\0\n{"ste\n{"step": 3, "loss": 1.0, "val_loss": 4.0}\n'
+    )
+    result = read_result(tmp_path, tmp_path / "log", {}, -9, 1.0)
+    assert (result.reason, result.steps, result.val_loss, result.damaged_records) == ("killed", 3, 4.0, 2)
+    assert "2 damaged lines" in result.summary() and result.to_dict()["damaged_records"] == 2
+
+
+def test_the_document_is_json_whatever_the_losses_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep_module, "run_process", played([0] * 4, [math.nan, math.inf, -math.inf, 1.0], []))
+    assert dispatch([*GRID, "output=json"]) == 0
+
+    def refuse(word: str) -> float:
+        raise AssertionError(f"{word} is no JSON")
+
+    jobs = json.loads(capsys.readouterr().out, parse_constant=refuse)["jobs"]
+    assert [job["val_loss"] for job in jobs] == ["NaN", "Infinity", "-Infinity", 1.0]
+
+
+def test_a_home_folder_in_run_dir_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    sweep = lay_out(parse_arguments([*GRID, "run.dir=~/rr"]))
+    assert sweep.folder == tmp_path / "home" / "rr" / "grid"
+    with pytest.raises(ConfigError, match="run.dir=~nosuchuser/rr"):
+        lay_out(parse_arguments([*GRID, "run.dir=~nosuchuser/rr"]))
+
+
+def test_a_sweep_waits_without_torch() -> None:
+    code = "import sys, llmtrain.cli.sweep; sys.exit(sum(name in sys.modules for name in ('torch', 'numpy', 'rich')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_a_process_writes_its_log_and_returns_its_code(tmp_path: Path) -> None:
-    ticks: list[float] = []
+    ticks: list[str] = []
     # A process group of its own: Ctrl-C on the terminal must reach the job once, by way of the sweep.
     script = (
         "import os, sys, time; print(os.getpgid(0) == os.getpid()); print('err', file=sys.stderr); time.sleep(1.2); sys.exit(7)"
     )
-    outcome = run_process([sys.executable, "-c", script], tmp_path / "log", lambda: ticks.append(time.monotonic()))
-    assert outcome == Outcome(7, False)
+    assert run_process([sys.executable, "-c", script], tmp_path / "log", [], ticks.append) == 7
     assert set((tmp_path / "log").read_text().split()) == {"True", "err"}
-    assert ticks
+    assert ticks and not any(ticks)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_passed_on_once_and_waited_for(tmp_path: Path, number: signal.Signals) -> None:
-    script = f"""
+SAVING_JOB = """
 import signal, sys, time
 got = []
-signal.signal({int(number)}, lambda *_: got.append(1))
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: got.append(signal.Signals(number).name))
 print("ready", flush=True)
-for _ in range(500):
-    if got:
-        break
+while not got:
     time.sleep(0.02)
-time.sleep(0.3)
-print("saved", len(got), flush=True)
+print("saving", flush=True)
+time.sleep(2)
+print("saved", *got, flush=True)
 sys.exit(75)
 """
-    log = tmp_path / "log"
-    before = signal.getsignal(number)
 
-    def strike() -> None:
-        while not log.exists() or "ready" not in log.read_text():
-            time.sleep(0.02)
-        os.kill(os.getpid(), number)
 
-    thread = threading.Thread(target=strike)
+def strike(log: Path, blows: Sequence[tuple[str, signal.Signals]]) -> threading.Thread:
+    """A thread that signals this process each time the log holds the word."""
+
+    def work() -> None:
+        for word, number in blows:
+            while not log.exists() or word not in log.read_text():
+                time.sleep(0.02)
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)  # two signals of a kind at once are one
+
+    thread = threading.Thread(target=work)
     thread.start()
-    outcome = run_process([sys.executable, "-c", script], log, lambda: None)
+    return thread
+
+
+@pytest.fixture
+def handlers_restored() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+@pytest.mark.usefixtures("handlers_restored")
+@pytest.mark.parametrize(
+    ("blows", "passed_on"),
+    [
+        (["SIGINT"], ["SIGINT"]),
+        (["SIGTERM"], ["SIGTERM"]),
+        (["SIGUSR1"], ["SIGUSR1"]),
+        (["SIGINT", "SIGINT", "SIGINT"], ["SIGINT"]),
+        (["SIGINT", "SIGTERM", "SIGINT", "SIGTERM"], ["SIGINT", "SIGTERM"]),
+    ],
+)
+def test_signals_stop_the_sweep_after_the_running_job_and_reach_it_once_a_kind(
+    monkeypatch: pytest.MonkeyPatch, blows: list[str], passed_on: list[str]
+) -> None:
+    """A second Ctrl-C would tell the job not to save."""
+    sweep = lay_out(parse_arguments(GRID))
+    command = (sys.executable, "-c", SAVING_JOB)
+    log = sweep.folder / "logs" / f"{sweep.names[0]}.log"
+    first, *others = (signal.Signals[name] for name in blows)
+    thread = strike(log, [("ready", first), *(("saving", number) for number in others)])
+    screen = io.StringIO()
+    results, stopped = run_jobs(replace(sweep, commands=(command,) * 4), run_process, screen)
     thread.join()
-    assert outcome == Outcome(75, True)
-    assert "saved 1" in log.read_text()
-    assert signal.getsignal(number) == before
+    assert stopped and [result.exit_code for result in results] == [75]
+    assert log.read_text().split() == ["ready", "saving", "saved", *passed_on]
+    assert screen.getvalue().count("told to stop, saving first (kill -KILL ") >= 1
+
+
+@pytest.mark.usefixtures("handlers_restored")
+def test_a_signal_between_two_jobs_stops_the_sweep() -> None:
+    calls: list[Sequence[str]] = []
+    runner = played([0, 0, 0, 0], [1.0, 2.0, 3.0, 4.0], calls)
+
+    def struck(*arguments: Any) -> int:
+        code = runner(*arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return code
+
+    results, stopped = run_jobs(lay_out(parse_arguments(GRID)), struck, io.StringIO())
+    assert stopped and len(results) == len(calls) == 1
 
 
 class Terminal(io.StringIO):
@@ -248,8 +338,41 @@ def test_plain_progress_comes_after_three_seconds_and_then_more_rarely(monkeypat
     for second in range(1, 601):
         clock[0] = float(second)
         before = len(stream.getvalue())
-        progress.tick()
+        progress.tick("")
         if len(stream.getvalue()) > before:
             said.append(second)
     assert said[:3] == [3, 6, 9] and len(said) < 60
     assert "step 5 · loss nan" in stream.getvalue()
+
+
+class CountedFile(io.FileIO):
+    """Sums what is read from any of them."""
+
+    num_bytes = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        CountedFile.num_bytes += len(data or b"")
+        return data or b""
+
+    def readall(self) -> bytes:
+        data = super().readall()
+        CountedFile.num_bytes += len(data or b"")
+        return data or b""
+
+
+def test_progress_reads_the_end_of_a_long_file_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(f'{{"step": {step}, "loss": 2.5}}\n' for step in range(1, 100_001)))
+    monkeypatch.setattr(Path, "open", lambda self, mode: CountedFile(self, mode))
+    stream = io.StringIO()
+    sweep_module._JobProgress("1/1", tmp_path, stream).tick("new")
+    assert "step 100000 · loss 2.5000" in stream.getvalue()
+    assert 0 < CountedFile.num_bytes <= TAIL_BYTES < file.stat().st_size / 10
+
+
+def test_metrics_that_cannot_be_read_do_not_end_the_job(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    stream = io.StringIO()
+    sweep_module._JobProgress("1/1", tmp_path, stream).tick("new")
+    assert "cannot read" in stream.getvalue()

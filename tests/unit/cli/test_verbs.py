@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,10 @@ import pytest
 from helpers.scripts import ROOT
 
 from llmtrain.cli.dispatch import dispatch
+from llmtrain.cli.verbs import VERBS
+from llmtrain.config.keys import leaves
 from llmtrain.config.typed import Config
+from llmtrain.metrics.console import PlainConsole
 from llmtrain.train import saved_run
 
 RESULT = {"run": "runs/a", "step": 7, "loss": 1.25, "targets": 4096}
@@ -75,10 +81,150 @@ def test_generate_sends_a_terminal_nothing_it_would_obey(a_run: Path, monkeypatc
     assert "\x1b" not in screen.getvalue() and screen.getvalue().startswith("one two")
 
 
+class BothEndsOfATerminal:
+    """A terminal that standard output and standard error of this process both go to, as in a shell."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._screen, writer = pty.openpty()
+        monkeypatch.setenv("TERM", "xterm-256color")
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, open(os.dup(writer), "w", encoding="utf-8"))  # noqa: SIM115
+        os.close(writer)
+
+    def received(self) -> str:
+        sys.stdout.close()
+        sys.stderr.close()
+        data = b""
+        try:
+            while part := os.read(self._screen, 1 << 16):
+                data += part
+        except OSError:  # how Linux says that nobody writes any more
+            os.close(self._screen)
+        return data.decode().replace("\r\n", "\n")
+
+
+def slowly_written(folder: Path, config: Config) -> Iterator[str]:
+    """Loads until the status has been drawn, then takes a few redraws' time for each piece."""
+    time.sleep(0.6)
+    for piece in ("one ", "two ", "three"):
+        yield piece
+        time.sleep(0.6)
+
+
+def test_generate_on_a_terminal_ends_the_status_before_the_text_begins(a_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_run, "generate_text", slowly_written)
+    terminal = BothEndsOfATerminal(monkeypatch)
+    assert dispatch(["generate", "runs/a", "generate.prompt='zero '"]) == 0
+    before, prompt, after = terminal.received().partition("zero ")
+    assert "loading the checkpoint" in before and prompt
+    assert after == "one two three\n", "nothing is drawn over the text, and no cursor moves"
+
+
+def test_generate_as_json_on_a_terminal_ends_the_status_before_the_document(
+    a_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_run, "generate_text", slowly_written)
+    terminal = BothEndsOfATerminal(monkeypatch)
+    assert dispatch(["generate", "runs/a", "output=json"]) == 0
+    received = terminal.received()
+    assert "generating" in received
+    assert json.loads(received[received.index("{") :])["text"] == "one two three"
+
+
+def test_generate_without_a_terminal_says_nothing_once_the_text_has_begun(
+    a_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def pieces(folder: Path, config: Config) -> Iterator[str]:
+        for piece in ("one ", "two"):
+            time.sleep(0.3)
+            said.append(capsys.readouterr().err)
+            yield piece
+
+    monkeypatch.setitem(PlainConsole.__init__.__kwdefaults__, "silence_seconds", 0.02)
+    monkeypatch.setattr(saved_run, "generate_text", pieces)
+    assert dispatch(["generate", "runs/a"]) == 0
+    assert "loading the checkpoint" in said[0] and said[1] == ""
+
+
 @pytest.mark.parametrize("word", ["optimizer.lr=1", "+precision=fp32", "model=tiny", "generate.seed=1"])
 def test_b56_a_key_the_verb_does_not_read_is_refused(a_run: Path, capsys: pytest.CaptureFixture[str], word: str) -> None:
     assert dispatch(["evaluate", "runs/a", "evaluate.tokens=96", word]) == 2
     assert f"error: {word}\n  rule  evaluate reads evaluate, launch and output only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "word", "rule", "cure"),
+    [
+        (
+            ["train"],
+            "evaluate.tokens=9",
+            "train reads neither evaluate, generate.step nor generate.prompt",
+            "llmtrain evaluate",
+        ),
+        ([], "generate.step=3", "train reads neither", "llmtrain generate RUN_FOLDER generate.step=3"),
+        ([], "+generate.prompt=a b", "train reads neither", "llmtrain generate RUN_FOLDER '+generate.prompt=a b'"),
+        (["-m", "train.steps=1,2"], "evaluate.step=1,2", "train reads neither", "llmtrain evaluate"),
+        (["--cfg", "job"], "evaluate.step=1", "train reads neither", "llmtrain evaluate"),
+        (["doctor"], "train.steps=3", "doctor reads launch and output only\n", "leave it out"),
+        (["doctor"], "+experiment=smoke", "doctor reads launch and output only\n", "leave it out"),
+    ],
+)
+def test_b56_train_and_doctor_refuse_what_they_do_not_read(
+    a_run: Path, capsys: pytest.CaptureFixture[str], argv: list[str], word: str, rule: str, cure: str
+) -> None:
+    assert dispatch([*argv, word]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {word}\n  rule  {rule}") and cure in told
+
+
+def test_b56_every_key_is_read_by_a_verb() -> None:
+    """And the two verbs on a run folder read no key that a training decides."""
+    for key in leaves():
+        readers = {name for name, verb in VERBS.items() if verb.built and verb.reads(key)}
+        assert readers & {"train", "evaluate", "generate"}, key
+        if key.partition(".")[0] not in ("evaluate", "generate", "launch", "output"):
+            assert readers == {"train"}, key
+    assert VERBS["train"].reads("generate.max_tokens") and not VERBS["train"].reads("evaluate")
+
+
+def test_b56_a_file_may_hold_what_another_verb_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ngenerate:\n  prompt: abc\nevaluate:\n  tokens: 9\n"
+    )
+    assert dispatch([f"--config-dir={tmp_path}", "+experiment=mine", "--cfg", "job", "output=json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["generate"]["prompt"] == "abc"
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "generate"])
+def test_what_is_no_run_folder_gets_one_kind_of_message(
+    a_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    (a_run / "notes.txt").touch()
+    (Path("runs/empty")).mkdir()
+    look = Path.is_file
+
+    def refusing(self: Path) -> bool:
+        if "closed" in self.parts:
+            raise PermissionError(13, "Permission denied", str(self))
+        return look(self)
+
+    monkeypatch.setattr(Path, "is_file", refusing)
+    for folder in ("runs/none", "runs/empty", "runs", "runs/a/notes.txt", "runs/a/config.yaml", "closed", "n" * 300):
+        assert dispatch([verb, folder]) == 2, folder
+        told = capsys.readouterr().err
+        assert told.startswith(f"error: {folder}\n  rule  ") and "  try   " in told
+        assert ("runs/a" in told) == folder.startswith("runs")
+
+
+def test_the_folder_of_a_sweep_names_its_runs(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Path("runs/grid/0-run.seed-1")
+    job.mkdir(parents=True)
+    (job / "config.yaml").touch()
+    assert dispatch(["evaluate", "runs/grid"]) == 2
+    assert capsys.readouterr().err.endswith("  try   runs/grid/0-run.seed-1\n")
 
 
 def test_a_folder_that_is_no_run_names_those_that_are(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,7 @@ from llmtrain.data.corpus import Corpus, build_corpus
 from llmtrain.data.heartbeat import INTERVAL_SECONDS, Heartbeat
 from llmtrain.data.sources import read_blocks, scan_source
 from llmtrain.data.synthetic import SyntheticRows
+from llmtrain.metrics.format import format_count
 
 MakeFolder = Callable[[Sequence[str]], Path]
 MakeConfig = Callable[..., DataConfig]
@@ -106,16 +107,25 @@ def test_summary_is_one_line(make_folder: MakeFolder, data_config: MakeConfig) -
     folder = make_folder(["line of text\n" * 1000])
     (folder / "empty").write_text("")
     summary = build(data_config(folder, fraction=0.1)).summary
-    assert (
-        summary == "texts · 11.7 k tokens train · 1.3 k validation (the tail of the file held out) · 1 file skipped (1 empty)"
-    )
+    assert summary == "texts · 11.7k tokens train · 1.3k validation (the tail of the file held out) · 1 file skipped (1 empty)"
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(845, "845"), (12_345, "12.3 k"), (490_000, "0.5 M"), (9_812_345, "9.8 M"), (2 * 10**9, "2.0 G")]
+    ("number", "text"),
+    [
+        (0, "0"),
+        (845, "845"),
+        (12_345, "12.3k"),
+        (490_000, "490k"),
+        (9_812_345, "9.81M"),
+        (999_999_999, "1B"),
+        (2 * 10**12, "2T"),
+    ],
 )
-def test_counts_are_short(number: int, text: str) -> None:
-    assert corpus_module._count(number) == text
+def test_counts_have_the_form_of_all_counts_of_a_run(number: int, text: str) -> None:
+    assert corpus_module._count(number) == text == format_count(number)
+    for near in (number - 1, number + 1, 10 * number + 9):
+        assert corpus_module._count(near) == format_count(near)
 
 
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused(make_folder: MakeFolder, data_config: MakeConfig) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import pwd
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmtrain.config.errors import DataError, StorageError
+from llmtrain.config.errors import ConfigError, DataError, StorageError
 from llmtrain.config.typed import BpeTokenizerConfig, ByteTokenizerConfig, CharTokenizerConfig, DataConfig, Packing
 from llmtrain.data import prepare as prepare_module
 from llmtrain.data.formats import Prepared, SplitWriter, open_prepared, token_dtype, write_metadata
 from llmtrain.data.heartbeat import Heartbeat
 from llmtrain.data.packing import TokenStream, pack
-from llmtrain.data.prepare import Framing, cache_key, default_cache_dir, prepare, write_split
+from llmtrain.data.prepare import Framing, cache_folder, cache_key, prepare, write_split
 from llmtrain.data.sources import Document, SourceFile, scan_source
 from llmtrain.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 from llmtrain.ops.cross_entropy import IGNORE_INDEX
@@ -272,10 +275,10 @@ def test_a_cache_that_cannot_be_written_is_said(make_folder: MakeFolder, data_co
 
 def test_cache_folder_follows_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert default_cache_dir() == tmp_path / "xdg" / "llmtrain"
+    assert cache_folder(None) == tmp_path / "xdg" / "llmtrain"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert default_cache_dir() == tmp_path / "home" / ".cache" / "llmtrain"
+    assert cache_folder(None) == tmp_path / "home" / ".cache" / "llmtrain"
 
 
 class CountingTokenizer(ByteTokenizer):
@@ -308,3 +311,37 @@ def test_b33_kept_documents_are_whole_and_in_order(tmp_path: Path) -> None:
     tokens = np.fromfile(tmp_path / "train.tokens", dtype="<u2")
     texts = [bytes(part[part < 256].astype(np.uint8)).decode() for part in np.split(tokens, np.flatnonzero(tokens == 257) + 1)]
     assert texts == [*contents, ""]
+
+
+def test_a_cache_in_a_home_folder_that_is_not_there_is_an_error_with_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="data.cache_dir=~nosuchuser/cache"):
+        cache_folder("~nosuchuser/cache")
+
+    def nobody(number: int) -> Any:
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    with pytest.raises(ConfigError, match="data.cache_dir=FOLDER"):
+        cache_folder(None)
+
+
+@pytest.mark.parametrize(("number", "is_tolerated"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_a_file_system_that_cannot_flush_folders_will_do(
+    make_folder: MakeFolder, data_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, number: int, is_tolerated: bool
+) -> None:
+    flush = os.fsync
+
+    def fsync(handle: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{handle}"):
+            raise OSError(number, os.strerror(number))
+        flush(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    data = data_config(make_folder(TEXTS))
+    if is_tolerated:
+        assert len(prepare_path(data).train.stream.tokens) > 0
+    else:
+        with pytest.raises(StorageError, match="Input/output error"):
+            prepare_path(data)

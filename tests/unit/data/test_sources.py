@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmtrain.config.errors import DataError
+from llmtrain.config.errors import ConfigError, DataError
 from llmtrain.config.typed import BpeTokenizerConfig, StdlibData, TextData
 from llmtrain.data.sources import Document, Scan, SourceFile, check_unchanged, describe_skipped, read_blocks, scan_source
 from llmtrain.data.tokenizer import train_tokenizer
@@ -151,6 +151,33 @@ def test_an_unreadable_file_is_an_error_that_names_it(make_folder: MakeFolder, m
     with pytest.raises(DataError, match="0001.txt") as caught:
         scan(folder)
     assert "Permission denied" in str(caught.value)
+
+
+def test_a_file_that_becomes_unreadable_after_the_scan_is_an_error_that_names_it(
+    make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(["one\n" * 9, "two\n" * 9])
+    open_file, opened = Path.open, []
+
+    def refuse_again(self: Path, *args: object, **kwargs: object) -> object:
+        if self in opened:
+            raise OSError(5, "Input/output error", str(self))
+        opened.append(self)
+        return open_file(self, *args, **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", refuse_again)
+    with pytest.raises(DataError, match="0000.txt") as caught:
+        scan(folder)
+    assert "Input/output error" in str(caught.value)
+
+
+def test_a_home_folder_is_found_or_the_error_says_which_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "text.txt").write_text("line\n" * 9)
+    assert scan(Path("~/text.txt")).name == "text.txt"
+    with pytest.raises(ConfigError, match="`~nosuchuser` stands for a home folder") as caught:
+        scan(Path("~nosuchuser/text.txt"))
+    assert "error: data.path=~nosuchuser/text.txt" in str(caught.value) and "  try   " in str(caught.value)
 
 
 def test_equal_documents_cannot_be_split(make_folder: MakeFolder) -> None:

@@ -280,8 +280,42 @@ def test_json_prints_one_document_and_nothing_else_on_standard_output() -> None:
     console.document({"loss": 1.5, "text": "é"})
     assert json.loads(out.getvalue()) == {"loss": 1.5, "text": "é"}
     assert "step   10/1000" in err.getvalue() and "next  llmtrain" in err.getvalue()
-    with pytest.raises(ValueError):
-        console.document({"loss": float("nan")})
+
+
+def test_a_document_with_values_that_are_not_finite_is_json() -> None:
+    out = LogFile()
+    make_console("json", out, LogFile()).document({"loss": float("nan"), "deep": [{"perplexity": float("inf")}]})
+
+    def refuse(word: str) -> float:
+        raise AssertionError(f"{word} is no JSON")
+
+    read = json.loads(out.getvalue(), parse_constant=refuse)
+    assert read == {"loss": "NaN", "deep": [{"perplexity": "Infinity"}]}
+
+
+def test_an_empty_status_leaves_the_terminal_to_others() -> None:
+    """What a verb then prints by itself is not drawn over, also not when the console is closed."""
+    stream = Terminal()
+    console = RichConsole(stream, 60)
+    console.status("loading")
+    wait_until(lambda: "loading" in stream.getvalue())
+    console.status("")
+    said = stream.getvalue()
+    time.sleep(0.6)  # more than two redraws
+    console.close()
+    assert stream.getvalue() == said
+
+
+def test_an_empty_status_keeps_the_bar_of_a_training() -> None:
+    stream = Terminal()
+    console = RichConsole(stream, 80)
+    console.start_training(first_step=0, total_steps=10, log_every=1)
+    console.step(record(3))
+    console.status("evaluating")
+    console.status("")
+    before = stream.getvalue().count("step  3/10")
+    wait_until(lambda: stream.getvalue().count("step  3/10") > before)
+    console.close()
 
 
 def test_documents_are_for_json_only() -> None:

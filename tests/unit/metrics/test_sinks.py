@@ -12,7 +12,7 @@ import pytest
 from llmtrain.config.errors import StorageError
 from llmtrain.metrics.memory import MemorySummary
 from llmtrain.metrics.meters import METRIC_KEYS, StepRecord
-from llmtrain.metrics.sinks import open_sink, read_metrics
+from llmtrain.metrics.sinks import TAIL_BYTES, Metrics, finite_json, newest_record, open_sink, read_metrics
 
 DESIGN_KEYS = (
     "step tokens loss lr grad_norm step_seconds tokens_per_second mfu peak_memory_bytes memory activations_peak_bytes "
@@ -25,6 +25,13 @@ def record(step: int, **changes: Any) -> StepRecord:
         step=step, tokens=100 * step, loss=3.0 / step, lr=1e-3, grad_norm=0.1 + step, step_seconds=0.5, tokens_per_second=200.0
     )
     return StepRecord(**(values | changes))
+
+
+def read_records(path: Path) -> list[StepRecord]:
+    """What is in a file without damage."""
+    metrics = read_metrics(path)
+    assert metrics.num_damaged == 0
+    return [StepRecord.from_dict(values) for values in metrics.records]
 
 
 def write_steps(path: Path, first: int, last: int, *, resumed_step: int = 0, **changes: Any) -> None:
@@ -62,7 +69,7 @@ def test_every_field_survives_a_round_trip_bit_for_bit(tmp_path: Path) -> None:
     sink.sync()
     sink.close()
     assert list(json.loads(path.read_text())) == DESIGN_KEYS
-    assert read_metrics(path) == [full]
+    assert read_records(path) == [full]
     assert math.copysign(1.0, json.loads(path.read_text())["val_loss"]) == -1.0
 
 
@@ -75,7 +82,7 @@ def test_values_that_are_not_finite_are_valid_json(tmp_path: Path) -> None:
 
     values = json.loads(path.read_text(), parse_constant=refuse)
     assert (values["loss"], values["grad_norm"], values["val_loss"]) == ("NaN", "Infinity", "-Infinity")
-    read = read_metrics(path)[0]
+    (read,) = read_records(path)
     assert math.isnan(read.loss) and read.grad_norm == math.inf and read.val_loss == -math.inf
 
 
@@ -102,7 +109,7 @@ def test_a_record_is_on_file_before_the_next_step(tmp_path: Path) -> None:
     sink = open_sink(path)
     for step in (1, 2, 3):
         sink.write(record(step))
-        assert [r.step for r in read_metrics(path)] == list(range(1, step + 1))
+        assert [r.step for r in read_records(path)] == list(range(1, step + 1))
     sink.close()
 
 
@@ -114,7 +121,7 @@ def test_b58_each_step_once_after_a_resume(tmp_path: Path, resumed_step: int, to
     with path.open("a") as file:
         file.write(torn)
     write_steps(path, resumed_step + 1, 12, resumed_step=resumed_step, val_loss=2.0)
-    records = read_metrics(path)
+    records = read_records(path)
     assert [r.step for r in records] == list(range(1, 13))
     assert [r.val_loss for r in records] == [1.0] * resumed_step + [2.0] * (12 - resumed_step)
     assert records[:resumed_step] == [record(step, val_loss=1.0) for step in range(1, resumed_step + 1)]
@@ -125,7 +132,7 @@ def test_b58_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path) -> None
     write_steps(path, 1, 3)
     path.write_bytes(path.read_bytes()[:-1])
     write_steps(path, 4, 4, resumed_step=3)
-    assert [r.step for r in read_metrics(path)] == [1, 2, 3, 4]
+    assert [r.step for r in read_records(path)] == [1, 2, 3, 4]
 
 
 def test_b58_file_of_an_older_kill_with_repeated_steps_is_put_right(tmp_path: Path) -> None:
@@ -134,7 +141,7 @@ def test_b58_file_of_an_older_kill_with_repeated_steps_is_put_right(tmp_path: Pa
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:5] + lines[3:6]))
     open_sink(path, resumed_step=6).close()
-    assert [r.step for r in read_metrics(path)] == [1, 2, 3, 4, 5, 6]
+    assert [r.step for r in read_records(path)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_resume_rewrites_in_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,28 +159,85 @@ def test_resume_rewrites_in_one_rename(tmp_path: Path, monkeypatch: pytest.Monke
     assert path.read_bytes() == before
     monkeypatch.undo()
     open_sink(path, resumed_step=3).close()
-    assert [r.step for r in read_metrics(path)] == [1, 2, 3]
+    assert [r.step for r in read_records(path)] == [1, 2, 3]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_damaged_lines_are_counted_on_resume_and_refused_by_the_reader(tmp_path: Path) -> None:
+def test_damaged_lines_are_counted_and_in_no_record(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 1, 4)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + b"\0\0\0\n" + b"".join(lines[2:]) + b'{"st')
-    with pytest.raises(StorageError, match="line 2"):
-        read_metrics(path)
+    metrics = read_metrics(path)
+    assert [values["step"] for values in metrics.records] == [1, 3, 4]
+    assert metrics.num_damaged == 1, "the last line may still be being written"
     sink = open_sink(path, resumed_step=4)
     sink.close()
     assert sink.num_damaged == 2
-    assert [r.step for r in read_metrics(path)] == [1, 3, 4]
+    assert [r.step for r in read_records(path)] == [1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "3",
+        "[]",
+        "null",
+        '"step"',
+        '{"step":1}',
+        '{"loss":1.0}',
+        '{"step":"1","loss":1.0}',
+        '{"step":1,"loss":"low"}',
+        "\xff",
+    ],
+)
+def test_what_is_no_record_is_damaged(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line.encode("latin-1") + b"\n")
+    assert read_metrics(path) == Metrics((), 1)
+    assert newest_record(path) is None
+
+
+def test_the_newest_record_is_the_last_whole_line_wherever_the_tail_begins(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert newest_record(path) is None and read_metrics(path) == Metrics((), 0)
+    path.touch()
+    assert newest_record(path) is None
+    write_steps(path, 1, 1000, val_loss=math.nan)
+    size = path.stat().st_size
+    assert size > 2 * TAIL_BYTES
+    newest = newest_record(path)
+    assert newest is not None and newest["step"] == 1000 and math.isnan(newest["val_loss"])
+    for torn in (b'{"step":1001,"lo', b"\0\0\n", b"x" * 1000):
+        with path.open("ab") as file:
+            file.write(torn)
+        found = newest_record(path)
+        assert found is not None and found["step"] == 1000
+        with path.open("ab") as file:
+            file.truncate(size)
+
+
+def test_words_for_what_json_cannot_say_at_any_depth() -> None:
+    document = {"a": math.nan, "b": [1.5, (math.inf, -math.inf)], "c": {"d": {"e": math.nan}}, "f": "inf", "g": None, "h": True}
+    words = finite_json(document)
+    assert words == {
+        "a": "NaN",
+        "b": [1.5, ["Infinity", "-Infinity"]],
+        "c": {"d": {"e": "NaN"}},
+        "f": "inf",
+        "g": None,
+        "h": True,
+    }
+    assert json.loads(json.dumps(words, allow_nan=False)) == words
 
 
 def test_a_disk_that_refuses_is_a_storage_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write"):
         open_sink(tmp_path / "absent" / "metrics.jsonl")
-    with pytest.raises(StorageError, match="cannot read"):
-        read_metrics(tmp_path / "metrics.jsonl")
+    for read in (read_metrics, newest_record):
+        with pytest.raises(StorageError, match="cannot read"):
+            read(tmp_path)
     sink = open_sink(tmp_path / "metrics.jsonl")
     with open("/dev/full", "w", encoding="utf-8") as full:
         sink._file = full

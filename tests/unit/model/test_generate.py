@@ -151,3 +151,11 @@ def test_sampling_follows_the_distribution(settings: GenerateConfig, expected: l
             assert found[token] == 20000 * share
         else:
             assert abs(found[token] / 20000 - share) < 4 * math.sqrt(share * (1 - share) / 20000)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-38, 1e-44, 1e-45, 1e-300, 5e-324])
+@pytest.mark.parametrize("highest", [-3.0, 0.0, 5.0, 3e38])
+def test_the_lowest_temperatures_take_the_likeliest_token(temperature: float, highest: float) -> None:
+    scores = torch.tensor([highest - 1.0 - abs(highest) / 2, highest, -3e38])
+    settings = replace(RANDOM, temperature=temperature, top_k=2, top_p=0.9)
+    assert sample(scores, settings, torch.Generator()) == 1

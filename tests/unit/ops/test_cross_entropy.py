@@ -176,3 +176,27 @@ def test_chunks_sum_weight_gradients_in_fp32() -> None:
     build_loss(ChunkedLoss(1), PRECISION_TABLES["bf16"])(hidden, weight, torch.zeros(4096, dtype=torch.long)).backward()
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad[1], torch.full((4,), 4096 * 0.5 / 8), rtol=1e-6, atol=0)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+def test_without_gradients_none_is_made() -> None:
+    """One product a chunk, not three; a parameter wants a gradient whether or not any is recorded."""
+    hidden, weight, targets = operands(28)
+    parameter = torch.nn.Parameter(weight)
+    counts = {}
+    for recorded in (False, True):
+        with torch.set_grad_enabled(recorded), Products() as products:
+            loss_of("chunked")(hidden.requires_grad_(), parameter, targets)
+        counts[recorded] = products.count
+    assert counts == {False: 4, True: 12}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmtrain.ops.random import DropoutKey, Site, uniform, uniform_lanes
+from llmtrain.ops.random import LANE_LEVELS, DropoutKey, Site, uniform_lanes
 
 WORD = 2**64
 GOLDEN, SECOND = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
@@ -19,7 +19,8 @@ def key(seed: int = 0, update: int = 0, first_sample: int = 0, num_samples: int 
 
 
 def draw(key: DropoutKey, layer: int = 0, site: Site = Site.FEED_FORWARD, positions: int = 32, channels: int = 128) -> Tensor:
-    return uniform(key, layer, site, positions, channels)
+    """Lanes as numbers in the middle of their levels, on (0, 1)."""
+    return (uniform_lanes(key, layer, site, positions, channels).float() + (LANE_LEVELS // 2 + 0.5)) / LANE_LEVELS
 
 
 def finalise(x: int) -> int:

@@ -127,11 +127,11 @@ def test_b15_no_sequence_is_lost_for_any_batch(micro: int, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("per_rank", "memory_mib", "micro", "reason"),
     [
-        (16, 100, 16, "forecast 26 MiB"),
-        (16, 32.5, 16, "forecast 26 MiB"),
-        (16, 32.4, 8, "forecast 18 MiB; 16 needs 26 MiB of 26 MiB"),
-        (12, 18, 4, "forecast 14 MiB; 6 needs 16 MiB of 14 MiB"),
-        (7, 16, 1, "forecast 11 MiB; 7 needs 17 MiB of 13 MiB"),
+        (16, 100, 16, "forecast 26.0 MiB"),
+        (16, 32.5, 16, "forecast 26.0 MiB"),
+        (16, 32.4, 8, "forecast 18.0 MiB; 16 needs 26.0 MiB of 25.9 MiB"),
+        (12, 18, 4, "forecast 14.0 MiB; 6 needs 16.0 MiB of 14.4 MiB"),
+        (7, 16, 1, "forecast 11.0 MiB; 7 needs 17.0 MiB of 12.8 MiB"),
     ],
 )
 def test_auto_micro_batch_is_the_largest_divisor_that_fits(per_rank, memory_mib, micro, reason) -> None:

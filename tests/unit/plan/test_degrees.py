@@ -8,7 +8,7 @@ import pytest
 
 from llmtrain.config.errors import PlanError
 from llmtrain.config.typed import ParallelismConfig
-from llmtrain.plan.degrees import AXES, divisors, nearest_degrees, settle_degrees
+from llmtrain.plan.degrees import AXES, nearest_degrees, settle_degrees
 from llmtrain.plan.plan import Degrees
 
 
@@ -86,9 +86,3 @@ def test_the_proposal_is_legal(world: int) -> None:
     for wanted in ({"tp": 3}, {"tp": 3, "pp": 5}, {"dp_replicate": 7, "cp": 2}):
         degrees = nearest_degrees(dict.fromkeys(AXES, 1) | wanted, world)
         assert prod(degrees.values()) == world
-
-
-def test_divisors() -> None:
-    assert divisors(1) == [1]
-    assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
-    assert divisors(13) == [1, 13]

@@ -6,9 +6,10 @@ import pytest
 
 from llmtrain.config.errors import ExitCode, PlanError
 from llmtrain.config.typed import ScheduleConfig, ScheduleKind
-from llmtrain.plan.make_plan import make_plan, settle_schedule
+from llmtrain.plan.make_plan import check_memory, make_plan, settle_schedule
 from llmtrain.plan.plan import Availability
 from llmtrain.plan.precision import PRECISION_TABLES
+from llmtrain.plan.report import format_bytes
 
 GIB = 2**30
 MIB = 2**20
@@ -29,7 +30,7 @@ def choices_of(plan) -> dict[str, tuple[str, str]]:
 def test_every_auto_of_the_default_config_has_a_reason(make_config, make_machine) -> None:
     plan = make_plan(make_config(), make_machine())
     choices = choices_of(plan)
-    forecast = f"forecast {plan.forecast.total / MIB:,.0f} MiB"
+    forecast = f"forecast {format_bytes(plan.forecast.total)}"
     assert choices == {
         "launch.device": ("cpu", "no CUDA device"),
         "launch.threads": ("4", "4 cores / 1 rank"),
@@ -254,6 +255,19 @@ def test_threads(make_config, make_machine, cores, ranks, threads) -> None:
     assert plan.batch.micro_batch_size * plan.batch.num_microbatches * ranks == 12
 
 
+def test_more_threads_than_cores_are_refused(make_config, make_machine) -> None:
+    config = make_config({"launch.threads": 10000})
+    what, rule, cure = problem_of(lambda: make_plan(config, make_machine(cores=2)))
+    assert (what, cure) == ("launch.threads=10000", "launch.threads=2 or auto") and "at most the 2 cores" in rule
+
+
+def test_a_named_micro_batch_beyond_the_memory_is_refused(make_config, make_machine) -> None:
+    plan = make_plan(make_config({"accumulation.micro_batch_size": 16}), make_machine())
+    check_memory(plan, make_machine(memory_bytes=plan.forecast.total))
+    what, rule, cure = problem_of(lambda: check_memory(plan, make_machine(memory_bytes=plan.forecast.total - 1)))
+    assert what == "accumulation.micro_batch_size=16" and format_bytes(plan.forecast.total) in rule and cure.startswith("auto")
+
+
 def test_micro_batch_shrinks_with_memory(make_config, make_machine) -> None:
     config = make_config({"precision.kind": "fp32"})
     roomy = make_plan(config, make_machine())
@@ -264,7 +278,7 @@ def test_micro_batch_shrinks_with_memory(make_config, make_machine) -> None:
     assert tight.forecast.total <= 0.8 * roomy.forecast.total
     value, reason = choices_of(tight)["accumulation.micro_batch_size"]
     assert value == str(tight.batch.micro_batch_size)
-    assert reason.startswith(f"forecast {tight.forecast.total / MIB:,.0f} MiB; {2 * tight.batch.micro_batch_size} needs ")
+    assert reason.startswith(f"forecast {format_bytes(tight.forecast.total)}; {2 * tight.batch.micro_batch_size} needs ")
 
 
 def test_nothing_fits(make_config, make_machine) -> None:
@@ -272,7 +286,7 @@ def test_nothing_fits(make_config, make_machine) -> None:
     what, rule, cure = problem_of(lambda: make_plan(config, make_machine(memory_bytes=10 * MIB)))
     assert what == "accumulation.micro_batch_size=auto"
     assert rule.startswith("one sequence of 256 tokens needs ")
-    assert rule.endswith("limit 8 MiB (80% of 10 MiB)")
+    assert rule.endswith("limit 8.00 MiB (80% of 10.0 MiB)")
     assert cure == "a smaller model (model.dim, model.num_layers) or a shorter data.sequence_length"
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from llmtrain.config.typed import AdamWConfig, ChunkedLoss, Config, RecomputeConfig, RecomputeKind
+from llmtrain.config.typed import AdamWConfig, ChunkedLoss, Config, Packing, RecomputeConfig, RecomputeKind
 from llmtrain.data.loader import Batch
+from llmtrain.data.synthetic import SyntheticRows
 from llmtrain.metrics.memory import MemorySummary, StorageLedger
 from llmtrain.model.init import materialize
 from llmtrain.model.transformer import Transformer
@@ -20,6 +22,7 @@ from llmtrain.ops.random import DropoutKey
 from llmtrain.optim.build import build_optimizer
 from llmtrain.parallel.recompute import OPERATION_FAMILIES, apply_recompute
 from llmtrain.plan.activations import FUSED_ATTENTION, Workload, block_rows, bytes_kept
+from llmtrain.plan.make_plan import make_plan
 from llmtrain.plan.memory import forecast_memory, instants
 from llmtrain.plan.precision import PRECISION_TABLES
 from llmtrain.train.forward_backward import PlainForwardBackward
@@ -69,12 +72,16 @@ def build(work: Workload) -> Transformer:
     return model.train()
 
 
-def random_batch(work: Workload) -> Batch:
-    shape = (work.micro_batch_size, work.sequence_length)
-    tokens, targets = torch.randint(work.model.vocab_size or 0, (2, *shape)).unbind()
-    positions = torch.arange(shape[1]).repeat(shape[0], 1) if work.document_mask else None
-    documents = torch.zeros(shape, dtype=torch.int64) if work.document_mask else None
-    return Batch(tokens.clone(), targets.clone(), positions, documents, torch.arange(shape[0]))
+def random_batch(work: Workload, packing: Packing | None = None) -> Batch:
+    """What the loader sends under a packing; by default one that goes with the workload's mask."""
+    packing = packing or (Packing.DOCUMENT if work.document_mask else Packing.CONCAT)
+    vocab_size, length, rows = work.model.vocab_size or 0, work.sequence_length, np.arange(work.micro_batch_size)
+    source = SyntheticRows("train", num_rows=99, vocab_size=vocab_size, sequence_length=length, packing=packing, seed=0)
+    read = source.read(rows)
+    tokens, targets = torch.from_numpy(read.tokens), torch.from_numpy(read.targets)
+    positions = None if read.positions is None else torch.from_numpy(read.positions)
+    documents = None if read.document_ids is None else torch.from_numpy(read.document_ids)
+    return Batch(tokens, targets, positions, documents, torch.from_numpy(rows))
 
 
 def bytes_saved(work: Workload) -> int:
@@ -108,7 +115,7 @@ def bytes_held(work: Workload) -> int:
     return summary.at_peak["activations"]
 
 
-def measure_update(work: Workload) -> MemorySummary:
+def measure_update(work: Workload, packing: Packing | None = None) -> MemorySummary:
     """The second update of a run, as the engine makes it, under the ledger."""
     model = build(work)
     materialize(model, seed=0, device="cpu")
@@ -119,7 +126,7 @@ def measure_update(work: Workload) -> MemorySummary:
     strategy = PlainForwardBackward(model, build_loss(work.loss, work.precision), ledger)
     for update in (1, 2):
         with ledger.window():
-            batches = [random_batch(work) for _ in range(work.num_microbatches)]
+            batches = [random_batch(work, packing) for _ in range(work.num_microbatches)]
             strategy.run(batches, seed=0, update=update, num_targets=work.tokens * work.num_microbatches)
             optimizer.step(1e-3)
             optimizer.zero_grad()
@@ -196,6 +203,26 @@ def test_forecast_of_an_update_is_what_the_ledger_measures(make_config, case) ->
     assert forecast.optimizer == measured.at_peak["optimizer"]
     # Too low is worse than too high, so the band is not symmetric.
     assert 0.98 * measured.peak_bytes < forecast.total < 1.08 * measured.peak_bytes
+
+
+@pytest.mark.parametrize("packing", Packing)
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_forecast_of_a_plan_knows_which_packings_send_document_ids(
+    make_config, make_machine, packing, backend, precision
+) -> None:
+    words = TINY | {
+        "data.packing": packing.value,
+        "data.sequence_length": 256,
+        "attention.backend": backend.value,
+        "precision.kind": precision,
+        "accumulation.global_batch_size": 2,
+        "accumulation.micro_batch_size": 2,
+    }
+    config = make_config(words)
+    plan = make_plan(config, make_machine(options={}))
+    measured = measure_update(workload(config, precision, backend, 2), packing)
+    assert 0.98 * measured.peak_bytes < plan.forecast.total < 1.08 * measured.peak_bytes
 
 
 def test_sizes_of_attention_blocks_are_those_of_the_operation() -> None:

@@ -29,7 +29,19 @@ def test_round_trip(make_config, make_machine) -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 MiB"), (224395264, "214 MiB"), (2**30 - 2**20, "1,023 MiB"), (2**30, "1.00 GiB"), (2**31 + 2**29, "2.50 GiB")],
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (1023, "1023 B"),
+        (959 * 2**10, "959 KiB"),
+        (2**20, "1.00 MiB"),
+        (25.5 * 2**20, "25.5 MiB"),
+        (224395264, "214 MiB"),
+        (2**30 - 2**20, "1,023 MiB"),
+        (2**30 - 1, "1.00 GiB"),
+        (2**31 + 2**29, "2.50 GiB"),
+        (137.9 * 2**30, "138 GiB"),
+    ],
 )
-def test_bytes_for_people(count: int, text: str) -> None:
+def test_bytes_for_people(count: float, text: str) -> None:
     assert format_bytes(count) == text

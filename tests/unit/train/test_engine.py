@@ -1,5 +1,7 @@
 """The native engine: its start, its master weights, its strict loading."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.tiny import config_of, cut, plan_of, rows
@@ -121,3 +123,12 @@ def test_a_batch_without_targets_changes_the_weights_only_by_decay():
     batch.targets.fill_(-100)
     result = engine.train_step(1, [batch])
     assert result.loss == 0.0 and result.grad_norm == 0.0 and not result.skipped
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_b14_an_engine_is_only_built_with_the_ties_of_its_plan(tied):
+    config = config_of({"model.tie_embeddings": tied})
+    plan = plan_of(config)
+    build_engine(config, plan, NoLedger())
+    with pytest.raises(AssertionError, match="ties"):
+        build_engine(config, replace(plan, tied=() if tied else (("embed.weight", "head.weight"),)), NoLedger())

@@ -1,13 +1,20 @@
 """What a resumed run may have changed."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import yaml
 from helpers.faulty_files import UnsyncedFiles
 from helpers.run_folders import decide, start, wire
+from helpers.tiny import MACHINE
 
 from llmtrain.config.errors import ConfigError
 from llmtrain.config.keys import leaves
-from llmtrain.train.run_changes import EFFECTS, Effect, effect_of
+from llmtrain.config.typed import ScheduleKind
+from llmtrain.optim.schedule import learning_rate
+from llmtrain.plan.plan import SchedulePlan
+from llmtrain.train.run_changes import EFFECTS, Effect, check_horizon, effect_of
 from llmtrain.train.run_folder import RunFolder, Start
 
 
@@ -44,7 +51,7 @@ TRAINING = {
     "optimizer__clip_norm": None,
     "run__seed": 1,
     "accumulation__global_batch_size": 32,
-    "precision__kind": "bf16",
+    "precision__kind": "fp32",
     "schedule__warmup_steps": 3,
     "schedule__kind": "linear",
     "train__deterministic": True,
@@ -134,7 +141,7 @@ def test_keys_that_are_younger_or_older_than_the_run(folder):
     "kind, reached, steps, passes",
     [
         ("constant", 1000, 2000, True),
-        ("constant", 600, 700, True),
+        ("constant", 600, 1500, True),
         ("constant", 600, 500, False),
         ("cosine", 10, 2000, False),
         ("linear", 1000, 2000, False),
@@ -143,12 +150,13 @@ def test_keys_that_are_younger_or_older_than_the_run(folder):
         ("wsd", 1000, 2000, False),
         ("wsd", 400, 500, True),
         ("wsd", 401, 500, False),
+        ("wsd", 400, 450, False),
     ],
 )
 @pytest.mark.parametrize("finished", [False, True])
 def test_moving_the_end(folder, kind, reached, steps, passes, finished):
-    """wsd decays over the last fifth: of 1000 updates after 800, of 500 after 400."""
-    base = {"schedule__kind": kind}
+    """wsd decays over the last fifth: of 1000 updates after 800, of 500 after 400, of 450 after 360."""
+    base = {"schedule__kind": kind, "schedule__warmup_steps": 100}
     start(folder, wire(train__steps=1000, **base), saved=[reached], code=0 if finished else None, step=reached)
     longer = wire(train__steps=steps, **base)
     if passes:
@@ -160,6 +168,61 @@ def test_moving_the_end(folder, kind, reached, steps, passes, finished):
     if steps >= reached:
         kept_on = decide(folder, wire(train__steps=steps, run__on_change="continue", **base))
         assert kept_on.start is Start.RESUME
+
+
+@pytest.mark.parametrize("kind", ["constant", "wsd"])
+@pytest.mark.parametrize(
+    "old, new, passes",
+    [(100, 2000, False), (1000, 500, False), (1000, 2000, True), (100, 109, True), (10, 9, True), (19, 20, False)],
+)
+def test_moving_the_end_must_not_move_the_warm_up(folder, kind, old, new, passes):
+    """`auto` warms up over min(100, steps / 10): of 100 updates 10, of 2000 all of 100. The lengths 0 and 1 are one."""
+    start(folder, wire(train__steps=old, schedule__kind=kind), saved=[5])
+    longer = wire(train__steps=new, schedule__kind=kind)
+    if passes:
+        assert decide(folder, longer).start is Start.RESUME
+    else:
+        with pytest.raises(ConfigError) as caught:
+            decide(folder, longer)
+        (problem,) = caught.value.problems
+        before, after = (0.001 / min(100, steps // 10) for steps in (old, new))
+        assert problem.what == f"train.steps={new}" and f"train.steps={old}" in problem.cure
+        assert f"learning rate of update 1 was {before:.3g} and would have been {after:.3g}" in problem.rule
+    assert decide(folder, wire(train__steps=new, schedule__kind=kind, run__on_change="continue")).start is Start.RESUME
+
+
+@pytest.mark.parametrize("kind", ["constant", "wsd"])
+@pytest.mark.parametrize("warmup", [0, 1, 3, 7])
+def test_moving_the_end_passes_exactly_if_all_learning_rates_so_far_stay(kind, warmup):
+    def schedule(steps, warmup, decay):
+        return SchedulePlan(ScheduleKind(kind), 1.0, 0.1, steps, warmup, decay if kind == "wsd" else 0)
+
+    old = schedule(20, warmup, 5)
+    for steps, other, decay, reached in itertools.product((13, 19, 21, 40), (0, 1, 3, 4), (0, 1, 5, 9), range(1, 21)):
+        new = schedule(steps, other, decay)
+        same = all(learning_rate(old, k) == learning_rate(new, k) for k in range(1, reached + 1))
+        passes = check_horizon(old, new, reached=reached, keep_going=False) is None
+        assert passes == (same and steps >= reached), (steps, other, decay, reached)
+
+
+# --- what auto became ---
+
+
+def test_auto_precision_that_settles_otherwise_is_a_change(folder):
+    start(folder, wire(), saved=[250])
+    elsewhere = replace(MACHINE, bf16_native=False)
+    with pytest.raises(ConfigError, match="bf16 -> fp32") as caught:
+        decide(folder, wire(), elsewhere)
+    (problem,) = caught.value.problems
+    assert problem.what == "precision.kind=fp32" and problem.cure.startswith("precision.kind=bf16, run.on_change=continue")
+    opening = decide(folder, wire(run__on_change="continue"), elsewhere)
+    assert opening.start is Start.RESUME and [str(change) for change in opening.changes] == ["precision.kind: bf16 -> fp32"]
+
+
+def test_the_precision_auto_became_may_be_written_out(folder):
+    start(folder, wire(), saved=[250])
+    for machine in (MACHINE, replace(MACHINE, bf16_native=False)):
+        assert decide(folder, wire(precision__kind="bf16"), machine).changes == ()
 
 
 def test_the_same_end_in_tokens(folder):

@@ -60,7 +60,7 @@ def test_every_file_has_a_format_version_and_comes_back(folder):
     status = folder.read_status()
     assert (status.code, status.step, status.reason) == (None, 0, "running")
     assert {path.name for path in folder.path.iterdir()} == {
-        *("config.yaml", "overrides.yaml", "plan.json", "environment.json", "status.json", "checkpoints", "logs")
+        *("config.yaml", "overrides.yaml", "plan.json", "environment.json", "status.json", "checkpoints")
     }
 
 

@@ -14,7 +14,9 @@ from llmtrain.config.errors import OutOfMemoryError as NoMemory
 from llmtrain.config.typed import ScheduleKind
 from llmtrain.optim.schedule import learning_rate
 from llmtrain.plan.plan import SchedulePlan
+from llmtrain.train import build
 from llmtrain.train.forward_backward import PlainForwardBackward
+from llmtrain.train.signals import STOP_SIGNALS
 
 WORDS = ("train.steps=6", "accumulation.global_batch_size=4", "checkpoint.every=0")
 
@@ -84,6 +86,40 @@ def test_as_many_skips_as_allowed_do_not_end_the_run(text, tmp_path, spoil):
     assert [record["skipped"] for record in records(tmp_path / "a")] == [0, 2, 2, 0, 0, 0]
 
 
+def test_b58_a_skip_before_a_stop_is_counted_after_the_resume(text, tmp_path, spoil, monkeypatch):
+    plain = PlainForwardBackward.run
+    with monkeypatch.context() as patch:
+        spoil(3)
+        spoilt, count = PlainForwardBackward.run, iter(range(1, 100))
+
+        def stopped(self, microbatches, **keys):
+            if next(count) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return spoilt(self, microbatches, **keys)
+
+        patch.setattr(PlainForwardBackward, "run", stopped)
+        code, _ = run(*run_words(text, tmp_path, "a", *WORDS))
+    assert code == ExitCode.REQUEUE and saved(tmp_path / "a").state["train"]["skipped_since_step"] == 1
+    monkeypatch.setattr(PlainForwardBackward, "run", plain)
+    run(*run_words(text, tmp_path, "a", *WORDS))
+    assert [record["skipped"] for record in records(tmp_path / "a")] == [0, 0, 1, 0, 0, 0]
+
+
+def test_b55_a_signal_while_the_model_is_built_stops_before_the_first_update(text, tmp_path, monkeypatch):
+    plain = build.build_engine
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "build_engine", signalled)
+        code, _ = run(*run_words(text, tmp_path, "a", *WORDS))
+    assert code == ExitCode.REQUEUE == status(tmp_path / "a")["code"] and status(tmp_path / "a")["step"] == 0
+    code, _ = run(*run_words(text, tmp_path, "a", *WORDS))
+    assert code == ExitCode.DONE and len(records(tmp_path / "a")) == 6
+
+
 def test_b10_n_steps_are_n_updates_whatever_the_micro_batch(text, tmp_path):
     traces = []
     for micro in (1, 2, 4):
@@ -100,7 +136,7 @@ def test_train_tokens_rounds_up_to_whole_updates(text, tmp_path):
     assert code == ExitCode.DONE and saved(tmp_path / "a").step == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_b55_a_signal_saves_at_the_step_border_and_the_restart_goes_on(text, tmp_path, monkeypatch, number):
     run(*run_words(text, tmp_path, "calm", *WORDS))
     plain, count = PlainForwardBackward.run, iter(range(1, 100))
@@ -110,11 +146,11 @@ def test_b55_a_signal_saves_at_the_step_border_and_the_restart_goes_on(text, tmp
             os.kill(os.getpid(), number)
         return plain(self, microbatches, **keys)
 
-    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     with monkeypatch.context() as patch:
         patch.setattr(PlainForwardBackward, "run", signalled)
         code, printed = run(*run_words(text, tmp_path, "a", *WORDS))
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == handlers
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
     assert code == ExitCode.REQUEUE == status(tmp_path / "a")["code"]
     assert status(tmp_path / "a") | {"format_version": 0} == {
         "format_version": 0,
@@ -139,7 +175,7 @@ def test_second_interrupt_ends_at_once_and_keeps_the_last_checkpoint(text, tmp_p
     monkeypatch.setattr(PlainForwardBackward, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(*run_words(text, tmp_path, "a", *WORDS, "checkpoint.every=2"))
-    assert saved(tmp_path / "a").step == 2
+    assert saved(tmp_path / "a").step == 2 and status(tmp_path / "a")["code"] == ExitCode.INTERRUPTED
 
 
 @pytest.mark.parametrize(

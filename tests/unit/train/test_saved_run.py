@@ -1,0 +1,69 @@
+"""A run folder looked at again, from other folders, with other checkpoints, with text that has changed."""
+
+import json
+
+import pytest
+from helpers.runs import records, run, run_words, write_text
+
+from llmtrain.config.compose import compose_config
+from llmtrain.config.errors import ConfigError, DataError, StorageError
+from llmtrain.config.typed import LaunchConfig
+from llmtrain.train.saved_run import evaluate_run, generate_text, load_run
+
+WORDS = (
+    "train.steps=6",
+    "accumulation.global_batch_size=4",
+    "checkpoint.every=3",
+    "train.eval_every=6",
+    "train.eval_tokens=null",
+)
+CPU = LaunchConfig(nproc=None, device="cpu", threads=1)
+
+
+def evaluate(folder, *words):
+    return evaluate_run(folder, compose_config(("launch.threads=1", *words)).config, lambda text: None)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A run made with relative paths."""
+    write_text(tmp_path / "text")
+    monkeypatch.chdir(tmp_path)
+    words = [word for word in run_words("text", tmp_path / "runs", "a", *WORDS) if "cache_dir" not in word]
+    run(*words, f"data.cache_dir={tmp_path / 'cache'}")
+    return tmp_path / "runs" / "a"
+
+
+def test_evaluate_gives_the_loss_of_the_last_record_from_any_folder(folder, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    result = evaluate(folder)
+    assert result["loss"] == pytest.approx(records(folder)[-1]["val_loss"], rel=1e-6)
+    assert result["step"] == 6 and result["bits_per_byte"] > 0
+    assert evaluate(folder, "evaluate.batch_size=1")["loss"] == pytest.approx(result["loss"], rel=1e-6)
+
+
+def test_an_older_checkpoint_and_one_that_is_not_there(folder):
+    assert evaluate(folder, "evaluate.step=3")["step"] == 3
+    with pytest.raises(ConfigError, match="step 4") as caught:
+        evaluate(folder, "evaluate.step=4")
+    assert "3, 6" in str(caught.value)
+
+
+def test_changed_text_is_refused_by_evaluate_and_does_not_matter_to_generate(folder, tmp_path):
+    (tmp_path / "text" / "00.txt").write_text("something else altogether")
+    with pytest.raises(DataError, match="has changed"):
+        evaluate(folder)
+    assert isinstance("".join(generate_text(folder, compose_config(("generate.max_tokens=5",)).config)), str)
+
+
+def test_a_run_keeps_the_precision_it_was_planned_with(folder):
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["precision_name"] = "bf16"
+    (folder / "plan.json").write_text(json.dumps(plan))
+    assert load_run(folder, CPU).plan.precision_name == "bf16"
+
+
+def test_no_run_folder(tmp_path):
+    with pytest.raises(StorageError, match="no run folder"):
+        load_run(tmp_path, CPU)
