@@ -17,6 +17,7 @@ help:  ## this list
 install: $(STAMP)  ## the virtual environment .venv with llmtrain, pinned dependencies and the gates
 
 demo: $(STAMP)  ## train a small model on this machine's own text, about two minutes; ARGS: overrides
+	@echo "llmtrain is $(BIN)/llmtrain; source $(BIN)/activate puts it on the path"
 	$(BIN)/llmtrain +experiment=demo $(ARGS)
 
 check: $(STAMP)  ## lint, format, types, import layers, size limits

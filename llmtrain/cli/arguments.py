@@ -47,6 +47,8 @@ class Arguments:
     verb_given: bool = False
     folders: list[Path] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    """Place of each of `words` on the command line, from 1."""
     """Overrides, in the order they were typed."""
     help: bool = False
     help_topic: str | None = None
@@ -80,6 +82,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             _take_option(parsed, word, position, words)
         elif "=" in word or word.startswith("~"):
             parsed.words.append(word)
+            parsed.positions.append(position)
         elif parsed.help and parsed.help_topic is None:
             parsed.help_topic = word
         elif parsed.verb_given:

@@ -24,7 +24,12 @@ def compose(arguments: Arguments) -> Composed:
         ConfigError: any problem of the config, or a key the verb does not read.
     """
     refuse_unread(VERBS[arguments.verb], arguments.words)
-    return compose_config(arguments.words, config_name=arguments.config_name, config_dirs=arguments.config_dirs)
+    return compose_config(
+        arguments.words,
+        config_name=arguments.config_name,
+        config_dirs=arguments.config_dirs,
+        positions=arguments.positions,
+    )
 
 
 def refuse_unread(verb: Verb, words: Sequence[str]) -> None:

@@ -28,6 +28,7 @@ from llmtrain.config.paths import user_path
 from llmtrain.config.sweep import Job, expand_sweep, split_word
 from llmtrain.dist.world import read_launch
 from llmtrain.metrics.sinks import finite_json, newest_record
+from llmtrain.train.run_lock import RunLock
 from llmtrain.train.signals import STOP_SIGNALS
 
 LONGEST_NAME = 80
@@ -59,7 +60,10 @@ def run(arguments: Arguments) -> int:
     # With output=json the standard output belongs to the one document.
     progress = sys.stderr if sweep.output == "json" else sys.stdout
     print(f"llmtrain sweep · {len(sweep.jobs)} jobs · {sweep.folder}", file=progress, flush=True)
-    results, stopped = run_jobs(sweep, run_process, progress)
+    with _writing(sweep.folder):
+        sweep.folder.mkdir(parents=True, exist_ok=True)
+    with RunLock(sweep.folder):
+        results, stopped = run_jobs(sweep, run_process, progress)
     file = sweep.folder / "sweep.csv"
     with _writing(file):
         write_csv(file, results)
@@ -234,7 +238,7 @@ def run_process(command: Sequence[str], log: Path, noted: Sequence[int], tick: C
 
     Args:
         command: its words.
-        log: file that what it prints goes to.
+        log: file that what it prints is added to.
         noted: stop signals the sweep has received so far, each kind once; may grow meanwhile. Each is passed on to the job.
         tick: called now and then, with what is to be known about the job besides how far it is.
 
@@ -242,7 +246,7 @@ def run_process(command: Sequence[str], log: Path, noted: Sequence[int], tick: C
         The exit code, minus the number of the signal that ended the job if one did.
     """
     # A process group of its own: the terminal would otherwise signal the job too, at every Ctrl-C.
-    with log.open("w", encoding="utf-8") as output:
+    with log.open("a", encoding="utf-8") as output:
         job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0)
     num_passed_on, note = 0, ""
     while True:

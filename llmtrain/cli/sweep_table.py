@@ -100,12 +100,12 @@ def read_result(folder: Path, log: Path, changed: Mapping[str, str], exit_code: 
 
 
 def _reason(folder: Path, log: Path) -> str:
-    """The reason the job wrote into `status.json`, else the first error it printed with its rule, else its last line."""
+    """The reason the job wrote into `status.json`, else the last error it printed with its rule, else its last line."""
     reason = _told_reason(folder / "status.json")
     if reason:
         return reason
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-    for line, following in itertools.zip_longest(lines, lines[1:], fillvalue=""):
+    for line, following in reversed(list(itertools.zip_longest(lines, lines[1:], fillvalue=""))):
         if line.startswith("error: "):
             rule = following.removeprefix("  rule  ") if following.startswith("  rule  ") else ""
             return ": ".join(filter(None, (line.removeprefix("error: "), rule)))

@@ -52,20 +52,27 @@ class Composed:
     """By group, the option that was chosen; those of a group with several are joined by commas."""
 
 
-def compose_config(words: Sequence[str], *, config_name: str = "train", config_dirs: Sequence[Path] = ()) -> Composed:
+def compose_config(
+    words: Sequence[str],
+    *,
+    config_name: str = "train",
+    config_dirs: Sequence[Path] = (),
+    positions: Sequence[int] | None = None,
+) -> Composed:
     """Compose a config.
 
     Args:
         words: overrides (`+precision=bf16`, `train.steps=10`), without verb, options and run folders.
         config_name: the primary file, in the package's folder or one of `config_dirs`.
         config_dirs: folders with further options and primary files.
+        positions: place of each word on the command line, for messages; None = the words are all of it.
 
     Raises:
         ConfigError: everything that is wrong, at once.
     """
     folders = Folders.of(config_dirs)
     options = {group: [path.stem for path in folders.options(group)] for group in schema.GROUPS}
-    request = read_words(words, options)
+    request = read_words(words, options, positions)
     layers = _read_layers(config_name.removesuffix(".yaml"), folders, request, options)
     settled = settle([*layers.settings, *request.settings])
     config = _checked([*request.problems, *layers.problems, *settled.problems], settled)

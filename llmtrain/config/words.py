@@ -35,10 +35,15 @@ class Request:
     problems: list[Problem] = field(default_factory=list)
 
 
-def read_words(words: Sequence[str], options: Mapping[str, Sequence[str]]) -> Request:
-    """Look up every word; `options` are the names of each group's options."""
+def read_words(words: Sequence[str], options: Mapping[str, Sequence[str]], positions: Sequence[int] | None = None) -> Request:
+    """Look up every word.
+
+    Args:
+        options: names of each group's options.
+        positions: place of each word on the command line, for messages; None = they are all there is.
+    """
     request = Request()
-    for number, word in enumerate(words, start=1):
+    for number, word in zip(positions or range(1, len(words) + 1), words, strict=True):
         origin = f"{COMMAND_LINE}, word {number}"
         parts = split_word(word)
         known_problems = len(request.problems)

@@ -188,6 +188,7 @@ class PlainConsole(TextConsole):
     ) -> None:
         super().__init__(clock)
         self._stream = stream
+        self._reader_is_gone = False
         self._width = width
         self._silence_seconds = silence_seconds
         self._lock = threading.RLock()
@@ -243,9 +244,15 @@ class PlainConsole(TextConsole):
     def _show(self, line: str, tone: Tone = Tone.NORMAL) -> None:
         encoding = self._stream.encoding or "utf-8"
         with self._lock:
-            self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
-            self._stream.flush()
             self._printed_at = self._clock()
+            if self._reader_is_gone:
+                return
+            try:
+                self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+                self._stream.flush()
+            except BrokenPipeError:
+                # `llmtrain | head`: a training goes on without its reader, everything is in the run folder.
+                self._reader_is_gone = True
 
     def _repeat_status(self) -> None:
         while not self._closed.wait(self._silence_seconds / 10):

@@ -55,9 +55,9 @@ def done_lines(
         first.append(_validation(val_loss, corpus))
     second = [f"{_plural(state.skipped, 'batch', 'es')} skipped" if state.skipped else "nothing skipped"]
     if measured_peak_bytes is not None:
-        off = measured_peak_bytes / plan.forecast.total - 1
+        off = round(100 * (measured_peak_bytes / plan.forecast.total - 1))
         second.insert(
-            0, f"forecast {format_bytes(plan.forecast.total)}, measured {format_bytes(measured_peak_bytes)} ({off:+.0%})"
+            0, f"forecast {format_bytes(plan.forecast.total)}, measured {format_bytes(measured_peak_bytes)} ({off:+d} %)"
         )
     second.append(f"saved at step {state.step}")
     return [" · ".join(first), " · ".join(second)]

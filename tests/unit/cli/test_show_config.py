@@ -43,7 +43,7 @@ def test_text_of_any_form_is_printed_as_it_is(resolve: list[str], capsys: pytest
 def test_origins_are_comments(capsys: pytest.CaptureFixture[str]) -> None:
     assert dispatch(["--cfg", "job", *WORDS]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "  lr: 0.0003  # command line, word 3" in lines
+    assert "  lr: 0.0003  # command line, word 5" in lines
     assert any(line.startswith("  kind: bf16  # configs/precision/bf16.yaml:") for line in lines)
     assert "  weight_decay: 0.1" in lines
 
@@ -56,6 +56,6 @@ def test_resolve_prints_values_only(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert dispatch(["--cfg", "job", "output=json", "optimizer.lr=3e-4"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["config"]["optimizer"]["lr"] == 3e-4 and document["origins"]["optimizer.lr"] == "command line, word 2"
+    assert document["config"]["optimizer"]["lr"] == 3e-4 and document["origins"]["optimizer.lr"] == "command line, word 4"
     assert dispatch(["--cfg", "job", "--resolve", "output=json"]) == 0
     assert "origins" not in json.loads(capsys.readouterr().out)

@@ -28,6 +28,7 @@ from llmtrain.cli.sweep_table import read_result, table
 from llmtrain.config.compose import compose_config
 from llmtrain.config.errors import ConfigError
 from llmtrain.metrics.sinks import TAIL_BYTES
+from llmtrain.train.run_lock import RunLock
 
 GRID = ["-m", "+precision=fp32,bf16", "optimizer.lr=0.001,0.01", "run.name=grid"]
 
@@ -177,7 +178,15 @@ def test_a_job_that_was_told_to_stop_ends_the_sweep(
 def test_a_folder_that_cannot_be_made_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     Path("runs").write_text("in the way")
     assert dispatch(GRID) == 74
-    assert "error: cannot write runs/grid/logs" in capsys.readouterr().err
+    assert "error: cannot write runs/grid" in capsys.readouterr().err
+
+
+def test_a_second_sweep_in_the_folder_of_a_running_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path("runs/grid")
+    folder.mkdir(parents=True)
+    with RunLock(folder):
+        assert dispatch(GRID) == 74
+    assert "is in use" in capsys.readouterr().err and not (folder / "logs").exists()
 
 
 def test_the_reason_is_that_of_the_status_file(tmp_path: Path) -> None:

@@ -354,3 +354,17 @@ def test_noise_of_dependencies_becomes_numbered_warnings_or_nothing() -> None:
     assert warnings.showwarning is shown_before
     assert not [handler for handler in logging.getLogger().handlers if "Console" in type(handler).__name__]
     console.close()
+
+
+def test_a_training_goes_on_when_its_reader_is_gone() -> None:
+    class Pipe(io.StringIO):
+        lines = 0
+
+        def flush(self) -> None:
+            self.lines += 1
+            if self.lines > 3:
+                raise BrokenPipeError
+
+    stream = Pipe()
+    whole_run(PlainConsole(stream, 100))
+    assert stream.lines == 4
