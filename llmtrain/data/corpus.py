@@ -44,6 +44,16 @@ class Corpus:
     byte_frequency_bits: float | None
     """Bits per byte of validation text under the byte frequencies of training text; None where there is no text."""
 
+    def bits_per_byte(self, loss: float) -> float | None:
+        """A loss in nats per token, told in bits per byte of text; None where there is no text."""
+        return None if self.byte_frequency_bits is None else loss / math.log(2) / self.bytes_per_token
+
+    @property
+    def byte_frequency_loss(self) -> float | None:
+        """What guessing by byte frequency alone scores, in nats per token; None where there is no text."""
+        bits = self.byte_frequency_bits
+        return None if bits is None else bits * math.log(2) * self.bytes_per_token
+
 
 def build_corpus(
     data: DataConfig, tokenizer: TokenizerConfig, *, seed: int, vocab_size: int | None, progress: Callable[[str], None]

@@ -70,11 +70,6 @@ class TokenLoader:
         """Rows of an epoch; the last update of an epoch carries on into the next one."""
         return self._rows.num_rows
 
-    @property
-    def targets_per_epoch(self) -> int:
-        """Target tokens of an epoch."""
-        return self._rows.num_targets
-
     def batch(self, first_sample: int, count: int) -> Batch:
         """Samples [first_sample, first_sample + count) of the run; may cross the end of an epoch."""
         assert first_sample >= 0 and count > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import time
@@ -29,7 +28,7 @@ from llmtrain.ops.dtypes import DTYPES
 from llmtrain.plan.make_plan import check_memory, make_plan
 from llmtrain.plan.plan import Machine, Plan
 from llmtrain.train.assemble import build_engine
-from llmtrain.train.card import bits_per_byte, card_rows, done_lines, next_commands, sample_text
+from llmtrain.train.card import card_rows, done_lines, next_commands, sample_text
 from llmtrain.train.engine_native import NativeEngine
 from llmtrain.train.machine import detect_machine
 from llmtrain.train.memory_errors import explained_memory_errors
@@ -138,7 +137,7 @@ class _Run:
                 first_step=state.step,
                 total_steps=trainer.last_step,
                 log_every=config.train.log_every,
-                baseline_loss=self._baseline_loss(),
+                baseline_loss=self._corpus.byte_frequency_loss,
             )
             console.status("first update")
             outcome = trainer.fit()
@@ -192,11 +191,6 @@ class _Run:
             stop=self._stop,
         )
 
-    def _baseline_loss(self) -> float | None:
-        """Validation loss in nats per token of guessing by byte frequency; None where there is no text."""
-        bits = self._corpus.byte_frequency_bits
-        return None if bits is None else bits * math.log(2) * self._corpus.bytes_per_token
-
     def tell(self, trained: _Trained) -> ExitCode:
         """Say how it went; the status is written already, so nothing that goes wrong here changes it."""
         console, path, state, reporter = self._console, self._folder.path, trained.state, trained.reporter
@@ -212,7 +206,7 @@ class _Run:
         )
         document = {"run": str(path), "code": int(trained.code), "reason": trained.reason, "step": state.step}
         if val_loss is not None:
-            document |= {"val_loss": val_loss, "bits_per_byte": self._bits(val_loss)}
+            document |= {"val_loss": val_loss, "bits_per_byte": self._corpus.bits_per_byte(val_loss)}
         if trained.code is ExitCode.REQUEUE:
             console.block("stopped", lines, Tone.BAD)
             console.next([self._resume_command()])
@@ -230,9 +224,6 @@ class _Run:
         """What to type to go on with this run from anywhere the same paths mean the same."""
         words = [word for word in self._composed.words if not word.lstrip("+").startswith("run.name=")]
         return shlex.join(["llmtrain", *self._composed.options, *words, f"run.name={self._folder.path.name}"])
-
-    def _bits(self, loss: float) -> float | None:
-        return None if self._corpus.byte_frequency_bits is None else bits_per_byte(loss, self._corpus)
 
 
 def _folder(composed: Composed) -> RunFolder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from pathlib import Path
 
@@ -81,15 +80,11 @@ def next_commands(config: Config, folder: Path) -> list[str]:
     return [shlex.join(command) for command in commands]
 
 
-def bits_per_byte(loss: float, corpus: Corpus) -> float:
-    """Loss in nats per token → bits per byte of text."""
-    return loss / math.log(2) / corpus.bytes_per_token
-
-
 def _validation(loss: float, corpus: Corpus) -> str:
-    if corpus.byte_frequency_bits is None:
+    bits = corpus.bits_per_byte(loss)
+    if bits is None:
         return f"val {loss:.4f}"
-    return f"val {loss:.4f} = {bits_per_byte(loss, corpus):.2f} bits/byte (byte frequencies alone: {corpus.byte_frequency_bits:.2f})"
+    return f"val {loss:.4f} = {bits:.2f} bits/byte (byte frequencies alone: {corpus.byte_frequency_bits:.2f})"
 
 
 def _device(plan: Plan, machine: Machine, peak: PeakFlops) -> str:

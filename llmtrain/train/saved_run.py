@@ -120,7 +120,7 @@ def evaluate_run(path: Path, config: Config, progress: Callable[[str], None]) ->
         "targets": result.num_targets,
     }
     if corpus.byte_frequency_bits is not None:
-        document["bits_per_byte"] = result.loss / math.log(2) / corpus.bytes_per_token
+        document["bits_per_byte"] = corpus.bits_per_byte(result.loss)
         document["byte_frequency_bits_per_byte"] = corpus.byte_frequency_bits
     return document
 

@@ -105,7 +105,7 @@ def test_b05_last_update_of_an_epoch_carries_on_into_the_next(make_stream: Maker
     assert [update.sample_index.tolist() for update in updates] == [list(range(4 * i, 4 * i + 4)) for i in range(5)]
     rows = [row for update in updates for row in first_tokens(update)]
     assert [sorted(rows[5 * e : 5 * e + 5]) for e in range(4)] == [range_of_rows(train)] * 4
-    assert sum(update.num_targets for update in updates) == 4 * train.targets_per_epoch
+    assert sum(update.num_targets for update in updates) == 4 * train._rows.num_targets
 
 
 def test_one_batch_may_span_several_epochs(make_stream: Maker) -> None:
