@@ -59,17 +59,7 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None
     precision_name, precision_choices = _settle_precision(config.precision, machine)
     backend, attention_choices = _settle_attention(config, machine)
     degrees, degree_choices = settle_degrees(config.parallelism, machine)
-    workload = Workload(
-        model=model,
-        precision=PRECISION_TABLES[precision_name],
-        micro_batch_size=1,
-        num_microbatches=1,
-        sequence_length=config.data.sequence_length,
-        loss=config.loss,
-        recompute=config.recompute,
-        attention_backend=backend,
-        document_mask=config.data.packing is not Packing.CONCAT,
-    )
+    workload = _one_sequence(config, model, precision_name, backend)
     batch, batch_choices = settle_batch(
         config.accumulation, config.data.sequence_length, degrees.data_ranks, _micro_batch_finder(workload, machine)
     )
@@ -107,6 +97,21 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None
             *vocab_choices,
             *schedule_choices,
         ),
+    )
+
+
+def _one_sequence(config: Config, model: ModelConfig, precision_name: str, backend: str) -> Workload:
+    """The work of one sequence at a time; the batch is what is settled next."""
+    return Workload(
+        model=model,
+        precision=PRECISION_TABLES[precision_name],
+        micro_batch_size=1,
+        num_microbatches=1,
+        sequence_length=config.data.sequence_length,
+        loss=config.loss,
+        recompute=config.recompute,
+        attention_backend=backend,
+        document_mask=config.data.packing is not Packing.CONCAT,
     )
 
 
