@@ -4,7 +4,8 @@
 
 Both train the same model on the same batches. The trainer does all it does in a run (data by sample index, norm, decision, clipping,
 records to a file, console lines, counters); the bare loop does forward, loss, backward, clip and AdamW on batches read beforehand.
-Stretches alternate, so that a busy machine disturbs both; printed are the ratio of each pair and their median.
+Which of two stretches comes first matters by several per cent, so each repeat is trainer, bare, bare, trainer; printed are the
+ratio of each repeat and the median.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ from llmtrain.train.signals import StopSignals
 from llmtrain.train.state import TrainState
 from llmtrain.train.trainer import Trainer
 
+WARM_UP = 5
+
 
 def trainer_seconds(config: Config, plan: Plan, corpus: Corpus, updates: int, folder: Path) -> float:
-    """Seconds of `updates` updates by the Trainer, after three that warm up."""
+    """Seconds of `updates` updates by the Trainer, after `WARM_UP` more."""
     engine = build_engine(config, plan, NoLedger())
     device = torch.device(plan.device)
     console = PlainConsole(io.StringIO())
@@ -61,7 +64,7 @@ def trainer_seconds(config: Config, plan: Plan, corpus: Corpus, updates: int, fo
     store = CheckpointStore(folder / "checkpoints", keep=1)
     console.start_training(first_step=0, total_steps=updates, log_every=10)
     seconds = 0.0
-    for stop_after in (3, 3 + updates):
+    for stop_after in (WARM_UP, WARM_UP + updates):
         train = dataclasses.replace(config.train, stop_after=stop_after, eval_every=0)
         checkpoint = dataclasses.replace(config.checkpoint, every=0)
         trainer = _NoSave(
@@ -91,14 +94,14 @@ class _NoSave(Trainer):
 
 
 def bare_seconds(config: Config, plan: Plan, corpus: Corpus, updates: int) -> float:
-    """Seconds of `updates` updates of a loop with nothing around them, after three that warm up."""
+    """Seconds of `updates` updates of a loop with nothing around them, after `WARM_UP` more."""
     engine = build_engine(config, plan, NoLedger())
     model, loss_function = engine.model, build_loss(plan.loss, plan.precision)
     optimizer = build_optimizer(config.optimizer, model.named_parameters())
-    batches = [_update_batches(plan, corpus, number) for number in range(3 + updates)]
+    batches = [_update_batches(plan, corpus, number) for number in range(WARM_UP + updates)]
     began = 0.0
     for number, micro_batches in enumerate(batches):
-        if number == 3:
+        if number == WARM_UP:
             began = time.perf_counter()
         num_targets = sum(batch.num_targets for batch in micro_batches)
         for batch in micro_batches:
@@ -118,29 +121,29 @@ def _update_batches(plan: Plan, corpus: Corpus, number: int) -> list[Batch]:
     return [corpus.train.batch(first + index * size, size).to(plan.device) for index in range(count)]
 
 
+def _in_new_folder(config: Config, plan: Plan, corpus: Corpus, updates: int) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        return trainer_seconds(config, plan, corpus, updates, Path(folder))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--updates", type=int, default=20)
     options, words = parser.parse_known_args()
-    config = compose_config([f"train.steps={3 + options.updates}", *words]).config
+    config = compose_config([f"train.steps={WARM_UP + options.updates}", *words]).config
     corpus = build_corpus(config.data, config.tokenizer, seed=0, vocab_size=config.model.vocab_size, progress=lambda text: None)
     plan = make_plan(config, detect_machine(config.launch), vocab_size=corpus.tokenizer.vocab_size)
     configure_process(threads=plan.threads, deterministic=False)
     tokens = options.updates * plan.batch.tokens_per_step
     print("trainer tok/s     bare tok/s    ratio")
     ratios = []
-    for repeat in range(options.repeats):
-        with tempfile.TemporaryDirectory() as folder:
-            order = (True, False) if repeat % 2 == 0 else (False, True)
-            seconds = {
-                is_trainer: trainer_seconds(config, plan, corpus, options.updates, Path(folder))
-                if is_trainer
-                else bare_seconds(config, plan, corpus, options.updates)
-                for is_trainer in order
-            }
-        ratios.append(seconds[False] / seconds[True])
-        print(f"{tokens / seconds[True]:13,.0f}  {tokens / seconds[False]:13,.0f}  {ratios[-1]:7.3f}", flush=True)
+    for _ in range(options.repeats):
+        trainer = _in_new_folder(config, plan, corpus, options.updates)
+        bare = bare_seconds(config, plan, corpus, options.updates) + bare_seconds(config, plan, corpus, options.updates)
+        trainer += _in_new_folder(config, plan, corpus, options.updates)
+        ratios.append(bare / trainer)
+        print(f"{2 * tokens / trainer:13,.0f}  {2 * tokens / bare:13,.0f}  {ratios[-1]:7.3f}", flush=True)
     print(f"median {statistics.median(ratios):.3f}, lowest {min(ratios):.3f}, highest {max(ratios):.3f}")
 
 
