@@ -8,6 +8,7 @@ from torch import nn
 from llmtrain.config.typed import Config
 from llmtrain.metrics.memory import Ledger
 from llmtrain.model.init import build_on_meta, materialize
+from llmtrain.model.transformer import Transformer
 from llmtrain.ops.cross_entropy import build_loss
 from llmtrain.optim.build import build_optimizer
 from llmtrain.parallel.parallelize import parallelize
@@ -17,12 +18,9 @@ from llmtrain.train.forward_backward import PlainForwardBackward
 
 
 def build_engine(config: Config, plan: Plan, ledger: Ledger) -> NativeEngine:
-    """An engine with initial weights: meta model → parallelise → values → optimizer."""
+    """An engine with initial weights: model → optimizer."""
     device = torch.device(plan.device)
-    model = build_on_meta(plan)
-    parallelize(model, plan)
-    assert _ties(model) == plan.tied, f"the model ties {_ties(model)}, the plan {plan.tied}"
-    materialize(model, seed=config.run.seed, device=device)
+    model = build_model(plan, seed=config.run.seed)
     ledger.watch(model)
     optimizer = build_optimizer(config.optimizer, model.named_parameters())
     ledger.adopt(optimizer.state().values(), "optimizer")
@@ -37,6 +35,15 @@ def build_engine(config: Config, plan: Plan, ledger: Ledger) -> NativeEngine:
         seed=config.run.seed,
         device=device,
     )
+
+
+def build_model(plan: Plan, *, seed: int) -> Transformer:
+    """The planned model with initial weights on its device: meta model → parallelise → values. Ties stay ties."""
+    model = build_on_meta(plan)
+    parallelize(model, plan)
+    assert _ties(model) == plan.tied, f"the model ties {_ties(model)}, the plan {plan.tied}"
+    materialize(model, seed=seed, device=torch.device(plan.device))
+    return model
 
 
 def _ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:

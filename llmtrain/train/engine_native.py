@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -79,10 +79,14 @@ class NativeEngine:
         weights = {MODEL_PREFIX + name: parameter.detach() for name, parameter in self.model.named_parameters()}
         return weights | {OPTIMIZER_PREFIX + name: tensor for name, tensor in self._optimizer.state().items()}
 
-    @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Raises StorageError listing every missing, extra, mis-shaped or mis-typed tensor; loads nothing in that case."""
-        own = self.state()
-        match_tensors(own, tensors, "checkpoint")
-        for name, target in own.items():
-            target.copy_(tensors[name])
+        copy_tensors(tensors, self.state(), "tensors")
+
+
+@torch.no_grad()
+def copy_tensors(saved: Mapping[str, Tensor], own: Mapping[str, Tensor], what: str) -> None:
+    """Copy saved tensors into those of the same name. Raises StorageError when the two sets do not match, before any is copied."""
+    match_tensors(own, saved, what)
+    for name, target in own.items():
+        target.copy_(saved[name])

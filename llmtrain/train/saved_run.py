@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from llmtrain.checkpoint.store import CheckpointStore, match_tensors
+from llmtrain.checkpoint.store import CheckpointStore
 from llmtrain.config.compose import config_from_wire
 from llmtrain.config.errors import ConfigError, DataError, Problem
 from llmtrain.config.typed import AccumulationConfig, Config, LaunchConfig, SyntheticData
@@ -19,12 +19,12 @@ from llmtrain.data.corpus import build_corpus
 from llmtrain.data.tokenizer import Tokenizer, load_tokenizer
 from llmtrain.dist.runtime import configure_process
 from llmtrain.model.generate import generate
-from llmtrain.model.init import build_on_meta
 from llmtrain.model.transformer import Transformer
 from llmtrain.ops.cross_entropy import build_loss
 from llmtrain.plan.make_plan import make_plan
 from llmtrain.plan.plan import Plan
-from llmtrain.train.engine_native import MODEL_PREFIX
+from llmtrain.train.assemble import build_model
+from llmtrain.train.engine_native import MODEL_PREFIX, copy_tensors
 from llmtrain.train.forward_backward import evaluate_batches
 from llmtrain.train.machine import detect_machine
 from llmtrain.train.memory_errors import explained_memory_errors
@@ -75,13 +75,12 @@ def load_run(path: Path, launch: LaunchConfig, step: int | None = None) -> Saved
     config = replace(config_from_wire(wire), launch=launch, precision=folder.read_precision(), accumulation=alone)
     plan = make_plan(config, detect_machine(launch), vocab_size=tokenizer.vocab_size)
     configure_process(threads=plan.threads, deterministic=config.train.deterministic)
-    model = build_on_meta(plan)
+    model = build_model(plan, seed=config.run.seed)
     saved = {
         name.removeprefix(MODEL_PREFIX): tensor for name, tensor in loaded.tensors.items() if name.startswith(MODEL_PREFIX)
     }
-    match_tensors(dict(model.named_parameters()), saved, "weights")
-    model.to_empty(device=plan.device)
-    model.load_state_dict(saved, strict=False, assign=False)
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    copy_tensors(saved, own, "weights")
     return SavedRun(config, plan, model.eval(), tokenizer, loaded.step, loaded.state["data_fingerprint"], loaded.skipped)
 
 

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from helpers.runs import records, run, run_words, write_text
+import torch
+from helpers.runs import records, run, run_words, saved, write_text
 
 from llmtrain.config.compose import compose_config
 from llmtrain.config.errors import ConfigError, DataError, StorageError
@@ -67,3 +68,16 @@ def test_a_run_keeps_the_precision_it_was_planned_with(folder):
 def test_no_run_folder(tmp_path):
     with pytest.raises(StorageError, match="no run folder"):
         load_run(tmp_path, CPU)
+
+
+def test_b14_a_tied_head_is_the_embedding_again_after_loading(tmp_path):
+    """Also B43: nothing is left unset and nothing is loaded loosely."""
+    words = run_words(write_text(tmp_path / "text"), tmp_path / "runs", "tied", *WORDS)
+    run(*words, "model.tie_embeddings=true", "model.position=learned")
+    folder = tmp_path / "runs" / "tied"
+    model = load_run(folder, CPU).model
+    assert model.head_weight is model.embed.weight
+    for name, tensor in saved(folder).tensors.items():
+        if name.startswith("model/"):
+            assert torch.equal(model.get_parameter(name.removeprefix("model/")), tensor), name
+    assert evaluate(folder)["loss"] == pytest.approx(records(folder)[-1]["val_loss"], rel=1e-6)
