@@ -43,5 +43,5 @@ $(BIN)/python:
 
 # -e: the checkout is what runs, so the stamp only depends on what decides about packages and scripts.
 $(STAMP): $(BIN)/python setup.cfg pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[tokenizers,test,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[tokenizers,data,wandb,tensorboard,test,dev]'
 	@touch $@

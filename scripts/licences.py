@@ -18,7 +18,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-RUNTIME_EXTRAS = ("tokenizers",)
+RUNTIME_EXTRAS = ("tokenizers", "data", "wandb", "tensorboard")
+GPU_EXTRAS = ("flash-attn",)
+"""Extras that only install where there is a CUDA compiler; they are not followed either."""
 DEVELOPMENT_EXTRAS = ("test", "dev")
 OF_A_TORCH_BUILD = re.compile(r"nvidia-|cuda-|triton")
 HEAD = """\
@@ -37,7 +39,10 @@ def notice() -> str:
     wanted = requirements()
     runtime = closure([*wanted[""], *(line for extra in RUNTIME_EXTRAS for line in wanted[extra])])
     development = closure(line for extra in DEVELOPMENT_EXTRAS for line in wanted[extra]) - runtime
-    sections = (("Needed to run (with the extra tokenizers)", runtime), ("Only for tests and gates", development))
+    sections = (
+        (f"Needed to run (with the extras {', '.join(RUNTIME_EXTRAS)})", runtime),
+        ("Only for tests and gates", development),
+    )
     return HEAD + "".join(f"\n{title}\n\n" + "".join(_table(names)) for title, names in sections)
 
 
@@ -45,7 +50,8 @@ def requirements() -> dict[str, list[str]]:
     """Requirement lines of setup.cfg by extra; the base ones under the empty name."""
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg", encoding="utf-8")
-    extras = {name: text.split("\n") for name, text in parser["options.extras_require"].items()}
+    listed = parser["options.extras_require"].items()
+    extras = {name: text.split("\n") for name, text in listed if name not in GPU_EXTRAS}
     lines = {"": parser["options"]["install_requires"].split("\n"), **extras}
     return {name: [line for line in texts if line.strip()] for name, texts in lines.items()}
 
@@ -65,11 +71,12 @@ def closure(lines: Iterable[str]) -> set[str]:
 
 
 def licence(name: str) -> str:
-    """What a package's metadata says: the licence expression, else its free text if short, else its classifier."""
+    """What a package's metadata says: the licence expression, else the first line of its free text if short, else its classifier."""
     fields = metadata.metadata(name)
     text = fields["License-Expression"] or fields["License"] or ""
-    if text and len(text) < 120:
-        return str(text)
+    first_line = text.strip().partition("\n")[0]
+    if first_line and len(first_line) < 120:
+        return str(first_line)
     classifiers = [
         line.rpartition(" :: ")[2] for line in fields.get_all("Classifier") or [] if line.startswith("License :: OSI")
     ]

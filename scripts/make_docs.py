@@ -1,4 +1,4 @@
-"""Write the generated parts of docs/ from the code: the precision table, the options with their keys, the failure-mode table.
+"""Write the generated parts of docs/ from the code: precision, attention and model tables, the options with their keys, the failure-mode table.
 
     python scripts/make_docs.py [--check]
 
@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmtrain.config.compose import group_options
+from llmtrain.config.compose import compose_config, group_options
+from llmtrain.config.defaults import BYTE_VOCAB_SIZE
 from llmtrain.config.keys import KeyInfo, leaves
+from llmtrain.config.typed import Llama3Scaling, ModelConfig, PositionKind
+from llmtrain.plan.attention import ATTENTION, Kernel
 from llmtrain.plan.precision import PRECISION_TABLES
+from llmtrain.plan.shapes import num_parameters
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,7 +35,7 @@ FAILURE_MODES = {
     "B13": ("embedding and head tied over pipeline stages", "pipelines"),
     "B14": ("models built on the meta device", "sharded layouts"),
     "B15": ("layers, batches and heads that do not divide", "pipelines, tensor parallelism"),
-    "B17": ("padded vocabulary rows", "exports"),
+    "B17": ("padded vocabulary rows", "exports of sharded runs"),
     "B18": ("dropout under recompute", "compile, tensor and pipeline parallelism"),
     "B20": ("ranks that start from different weights", "several processes"),
     "B21": ("weight decay on gains and biases", "wrappers of sharded layouts"),
@@ -41,9 +46,9 @@ FAILURE_MODES = {
     "B27": ("data position under another batch split or world size", "several processes"),
     "B29": ("each sample once per epoch, another order each epoch", "several processes"),
     "B30": ("packed documents that see each other", "pipeline and context parallelism"),
-    "B31": ("begin and end tokens exactly once", "foreign tokenizers"),
-    "B32": ("token ids that do not fit the type of the file", "foreign token files"),
-    "B33": ("empty, broken and giant documents", "jsonl and parquet"),
+    "B31": ("begin and end tokens exactly once", ""),
+    "B32": ("token ids that do not fit the type of the file", ""),
+    "B33": ("empty, broken and giant documents", ""),
     "B35": ("targets shifted exactly once", "pipeline and context parallelism"),
     "B37": ("killed while saving", "several processes"),
     "B38": ("asynchronous saves", "asynchronous saves"),
@@ -55,16 +60,16 @@ FAILURE_MODES = {
     "B46": ("low-precision weights that do not move", "bf16 weights with stochastic rounding"),
     "B47": ("rotary angles in low precision", "sharded layouts"),
     "B48": ("loss in bf16", "vocabulary-parallel loss, compile"),
-    "B49": ("rows that may attend to nothing", "other attention backends"),
+    "B49": ("rows that may attend to nothing", ""),
     "B51": ("8-bit optimizer states", "8-bit optimizers"),
     "B52": ("compiling again and again", "compile"),
     "B53": ("evaluation is the token mean, and changes nothing", "several processes"),
     "B54": ("one process fails and all others wait", "several processes"),
     "B55": ("signals and requeueing", "several processes, Slurm"),
     "B56": ("options accepted and ignored", ""),
-    "B58": ("logs after a resume, and what their numbers mean", "trackers"),
+    "B58": ("logs after a resume, and what their numbers mean", "several ranks"),
     "B59": ("FLOPs and MFU", "several processes"),
-    "B60": ("export to other formats", "exports"),
+    "B60": ("export to other formats", "exports of sharded runs"),
 }
 """Fault → (what it is about, the part of a later version in which it can also be made; its tests are owed there)."""
 
@@ -125,16 +130,96 @@ def failure_modes_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def model_table() -> str:
+    """One row per option of the group `model`, family by family, smallest first."""
+    lines = ["| option | parameters | layers | dim | heads / kv | head_dim | hidden_dim | vocabulary | context | positions |"]
+    lines.append("|---" * 10 + "|")
+    models = {name: compose_config([f"model={name}"]).config.model for name in group_options()["model"]}
+    rows = {name: replace(model, vocab_size=model.vocab_size or BYTE_VOCAB_SIZE) for name, model in models.items()}
+    for name in sorted(rows, key=lambda name: (re.split("_[0-9]", name)[0], num_parameters(rows[name]))):
+        model, heads = rows[name], rows[name].attention
+        context = re.search(r"made for texts of (\d+) tokens", (ROOT / f"configs/model/{name}.yaml").read_text())
+        cells = (
+            f"`{name}`",
+            f"{num_parameters(model):,}",
+            f"{model.num_layers}",
+            f"{model.dim}",
+            f"{heads.num_heads} / {heads.num_kv_heads}",
+            f"{heads.head_dim}",
+            f"{model.feed_forward.hidden_dim}",
+            "the tokenizer's" if models[name].vocab_size is None else f"{model.vocab_size}",
+            context[1] if context else "as trained",
+        )
+        lines.append(f"| {' | '.join(cells)} | {_positions(model)} |")
+    return "\n".join(lines)
+
+
+def _positions(model: ModelConfig) -> str:
+    """How order is told, in a few words."""
+    if model.position is PositionKind.LEARNED:
+        return "learned"
+    scaling = model.rope_scaling
+    stretch = f", llama3 × {scaling.factor:g}" if isinstance(scaling, Llama3Scaling) else ""
+    return f"rotary, theta {model.rope_theta:.0f}{stretch}"
+
+
+def attention_tables() -> str:
+    """What each backend does with documents, windows and dropout; then one row per kernel and device."""
+    lines = ["| backend | documents of a row | windows | dropout of weights |", "|---|---|---|---|"]
+    for name, row in ATTENTION.items():
+        lines.append(f"| `{name}` | {row.documents} | {row.windows} | {'yes' if row.dropout else 'no'} |")
+    titles = (
+        "backend, kernel, device, dtypes, trains, documents and windows, CUDA capability, channels of a head, package, tests"
+    )
+    lines += ["", f"| {titles.replace(', ', ' | ')} |", "|---" * len(titles.split(", ")) + "|"]
+    lines += [f"| `{name}` | {' | '.join(_kernel_cells(way))} |" for name, row in ATTENTION.items() for way in row.kernels]
+    return "\n".join(lines)
+
+
+def _kernel_cells(way: Kernel) -> list[str]:
+    lowest, highest = (f"{limit[0]}.{limit[1]}" if limit else "" for limit in (way.capability, way.last_capability))
+    capability = lowest if lowest == highest else f"{lowest} or more"
+    channels = [f"{way.smallest_head_dim} or more"] if way.smallest_head_dim > 1 else []
+    channels += [f"up to {way.largest_head_dim}"] if way.largest_head_dim else []
+    channels += [f"a multiple of {way.head_dim_multiple}"] if way.head_dim_multiple > 1 else []
+    return [
+        f"`{way.name}`" if way.name else "–",
+        way.device,
+        ", ".join(way.dtypes),
+        "yes" if way.trains else "no",
+        "yes" if way.masks else "no",
+        capability if lowest else "any" if way.device == "cuda" else "–",
+        ", ".join(channels) or "any",
+        f"`{way.package}`" if way.package else "–",
+        "run" if way.ran else "not yet run",
+    ]
+
+
 def training_page() -> str:
     """docs/training.md with the precision table put between its marks."""
-    text = (ROOT / "docs/training.md").read_text()
-    pattern = r"(<!-- precision table: begin[^\n]*-->\n).*?(<!-- precision table: end -->)"
-    return re.sub(pattern, lambda found: found[1] + precision_table() + "\n" + found[2], text, flags=re.DOTALL)
+    return _filled("docs/training.md", "precision table", precision_table())
+
+
+def models_page() -> str:
+    """docs/models.md with the table of presets put between its marks."""
+    return _filled("docs/models.md", "model table", model_table())
+
+
+def attention_page() -> str:
+    """docs/attention.md with the tables of backends and kernels put between its marks."""
+    return _filled("docs/attention.md", "attention tables", attention_tables())
+
+
+def _filled(page: str, mark: str, table: str) -> str:
+    pattern = rf"(<!-- {mark}: begin[^\n]*-->\n).*?(<!-- {mark}: end -->)"
+    return re.sub(pattern, lambda found: f"{found[1]}{table}\n{found[2]}", (ROOT / page).read_text(), flags=re.DOTALL)
 
 
 def main() -> None:
     pages = {
         "docs/training.md": training_page(),
+        "docs/attention.md": attention_page(),
+        "docs/models.md": models_page(),
         "docs/options.md": options_page(),
         "docs/failure-modes.md": failure_modes_page(),
     }

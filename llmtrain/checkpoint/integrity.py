@@ -67,8 +67,19 @@ def read_manifest(folder: Path, files: Files) -> Manifest:
     return manifest
 
 
-def read_checkpoint(folder: Path, files: Files) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All tensors (on the CPU, global shapes) and the state of a published folder.
+def read_state(folder: Path, files: Files) -> dict[str, Any]:
+    """The state of a published folder alone; its tensors are not looked at.
+
+    Raises: as `read_manifest`.
+    """
+    state: dict[str, Any] = json.loads(_read_checked(folder, STATE, read_manifest(folder, files), files))
+    return state
+
+
+def read_checkpoint(folder: Path, files: Files, prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors whose names begin with `prefix` (on the CPU, global shapes) and the state of a published folder.
+
+    Every file is checked, whatever it holds; the tensors of one file are in memory besides those that are returned.
 
     Raises: as `read_manifest`.
     """
@@ -84,8 +95,9 @@ def read_checkpoint(folder: Path, files: Files) -> tuple[dict[str, Tensor], dict
         if set(found) != set(boxes.get(file, {})):
             raise DamagedCheckpoint(f"{file} holds other tensors than {MANIFEST} lists")
         for name, piece in boxes[file].items():
-            _place(name, found[name], piece, manifest.tensors[name], tensors)
-    return {name: tensors[name] for name in manifest.tensors}, state
+            if name.startswith(prefix):
+                _place(name, found[name], piece, manifest.tensors[name], tensors)
+    return {name: tensors[name] for name in manifest.tensors if name in tensors}, state
 
 
 def _read_checked(folder: Path, name: str, manifest: Manifest, files: Files) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from llmtrain.checkpoint.files import Files, no_space, remove_tree, storage_error
-from llmtrain.checkpoint.integrity import read_checkpoint, read_manifest
+from llmtrain.checkpoint.integrity import read_checkpoint, read_manifest, read_state
 from llmtrain.checkpoint.layout import (
     OLD,
     DamagedCheckpoint,
@@ -113,11 +113,12 @@ class CheckpointStore:
             _log.warning("old checkpoints stay in %s: %s", self.folder, error)
         return published
 
-    def load(self, step: int | None = None) -> Loaded:
+    def load(self, step: int | None = None, *, prefix: str = "") -> Loaded:
         """Read a checkpoint, all checksums verified before any tensor is returned.
 
         Args:
             step: the one to read; None takes the newest that is good and names those it skipped.
+            prefix: of the names of the tensors to return; the others take no memory.
 
         Raises:
             StorageError: there is none, the one asked for is damaged, it is of a newer format, or it cannot be read now.
@@ -127,7 +128,7 @@ class CheckpointStore:
             if step not in (None, found):
                 continue
             try:
-                tensors, state = read_checkpoint(path, self._files)
+                tensors, state = read_checkpoint(path, self._files, prefix)
             except DamagedCheckpoint as reason:
                 self._damaged.add(path)
                 skipped.append(f"{path.name}: {reason}")
@@ -136,6 +137,21 @@ class CheckpointStore:
             else:
                 return Loaded(found, tensors, state, tuple(skipped))
         raise self._nothing_to_load(step, skipped)
+
+    def newest_state(self) -> dict[str, Any] | None:
+        """The JSON state of the newest checkpoint whose state is sound, without its tensors; None where there is none.
+
+        Raises:
+            StorageError: it is of a newer format, or cannot be read now.
+        """
+        for _, path in self._candidates():
+            try:
+                return read_state(path, self._files)
+            except DamagedCheckpoint:
+                continue
+            except OSError as error:
+                raise storage_error(self._files, error, "read", path) from error
+        return None
 
     def _candidates(self) -> list[tuple[int, Path]]:
         """Published folders, newest step first, of one step the current before the `.old` one."""
@@ -226,13 +242,14 @@ class CheckpointStore:
         self._reap()
 
 
-def match_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str) -> None:
+def match_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str, cure: str = "") -> None:
     """Check that two sets of tensors agree in names, shapes and dtypes; values are not looked at.
 
     Args:
         expected: what the run is made of.
         found: what the checkpoint holds.
         what: what they are, e.g. `parameters`.
+        cure: what to do where they do not agree; empty = what a resumed run has to do.
 
     Raises:
         StorageError: listing every missing, extra, mis-shaped and mis-typed one.
@@ -247,5 +264,5 @@ def match_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], w
     if lines:
         matching = len(expected) - sum(1 for name in expected if name not in found)
         what_differs = f"the checkpoint's {what} are not those of this run ({matching} of {len(expected)} names found)"
-        cure = "resume with the config the checkpoint was made with (config.yaml of its run folder), or start a new run.name"
-        raise StorageError(Problem(what_differs, "\n        ".join(lines), cure))
+        resume = "resume with the config the checkpoint was made with (config.yaml of its run folder), or start a new run.name"
+        raise StorageError(Problem(what_differs, "\n        ".join(lines), cure or resume))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmtrain.cli.verbs import DEFAULT_VERB, NOT_AVAILABLE, VERBS
+from llmtrain.cli.verbs import DEFAULT_VERB, NOT_AVAILABLE, VERBS, Verb
 from llmtrain.config.errors import ConfigError, Problem
 from llmtrain.config.keys import leaves, sections
 from llmtrain.config.schema import GROUPS
@@ -27,6 +27,8 @@ OPTIONS = {
 FLAGS = {"--help": "help", "--version": "version", "--resolve": "resolve", "--multirun": "multirun"}
 """Options without a value, and the field each sets."""
 SHORT = {"-h": "--help", "-m": "--multirun"}
+_EXAMPLES = {1: "runs/NAME", 2: "hf:FOLDER runs/NAME"}
+"""How the folders of a verb that takes so many are typed."""
 COMPLETE = "--complete"
 """What the completion scripts call; not for people."""
 VALUES: dict[str, tuple[str, ...]] = {
@@ -155,10 +157,15 @@ def _check_together(parsed: Arguments) -> None:
     if parsed.multirun and (parsed.verb != "train" or parsed.cfg):
         told = "--cfg job" if parsed.cfg else f"verb {parsed.verb}"
         raise ConfigError(Problem("--multirun", f"only for the verb train, here {told}", "one command for each job"))
-    if len(parsed.folders) != verb.folders and not (parsed.cfg and not parsed.folders):
-        told = " ".join(map(str, parsed.folders)) or "no run folder"
-        if verb.folders:
-            cure = f"llmtrain {verb.name} runs/NAME"
-        else:
-            cure = f"run.name={parsed.folders[0].name} run.dir={parsed.folders[0].parent}, which resumes that run"
-        raise ConfigError(Problem(told, f"{verb.name} takes {verb.folders or 'no'} run folder{'s' * (verb.folders > 1)}", cure))
+    if len(parsed.folders) != len(verb.folders) and not (parsed.cfg and not parsed.folders):
+        raise ConfigError(_wrong_folders(verb, parsed.folders))
+
+
+def _wrong_folders(verb: Verb, folders: Sequence[Path]) -> Problem:
+    told = " ".join(map(str, folders)) or "no folder"
+    if verb.folders:
+        return Problem(
+            told, f"{verb.name} takes {' '.join(verb.folders)}", f"llmtrain {verb.name} {_EXAMPLES[len(verb.folders)]}"
+        )
+    cure = f"run.name={folders[0].name} run.dir={folders[0].parent}, which resumes that run"
+    return Problem(told, f"{verb.name} takes no run folder", cure)

@@ -18,7 +18,10 @@ from llmtrain.config.keys import choice_key
 from llmtrain.config.schema import GROUPS
 from llmtrain.plan.plan import Availability, Machine
 
-PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "safetensors", "rich", "tokenizers")
+PACKAGES = (
+    *("torch", "hydra-core", "omegaconf", "numpy", "safetensors", "rich", "tokenizers", "tiktoken", "sentencepiece"),
+    *("pyarrow", "zstandard", "wandb", "tensorboard", "flash-attn"),
+)
 AVAILABLE = Availability(True)
 LATER = Availability(False, NOT_AVAILABLE)
 

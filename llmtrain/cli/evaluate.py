@@ -1,4 +1,4 @@
-"""`llmtrain evaluate RUN`: the loss of a checkpoint on the validation text."""
+"""`llmtrain evaluate RUN [data=…]`: the loss of a checkpoint on validation text, the run's own or other."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from llmtrain.cli.session import open_console
 
 def run(arguments: Arguments) -> int:
     """Score the newest checkpoint, or that of `evaluate.step`, and print what came out."""
-    config, folder = compose(arguments).config, run_folder(arguments)
-    with open_console(config.output) as console:
+    composed, folder = compose(arguments), run_folder(arguments)
+    with open_console(composed.config.output) as console:
         console.status(f"scoring {folder}")
         from llmtrain.train.saved_run import evaluate_run
 
-        result = evaluate_run(folder, config, console.status)
+        result = evaluate_run(folder, composed, console.status)
         width = max(map(len, result))
         shown = {name: f"{value:,.4f}" if isinstance(value, float) else str(value) for name, value in result.items()}
         console.block("evaluate", [f"{name:{width}}  {text}" for name, text in shown.items()])

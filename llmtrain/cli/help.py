@@ -80,7 +80,7 @@ def topic_page(topic: str, config_dirs: Sequence[Path], width: int) -> list[str]
     lines = []
     if topic in VERBS:
         verb = VERBS[topic]
-        usage = f"llmtrain {topic}{' RUN_FOLDER' * verb.folders} [overrides]"
+        usage = " ".join(["llmtrain", topic, *verb.folders, "[overrides]"])
         lines += [usage, f"    {verb.summary if verb.built else NOT_AVAILABLE}", ""]
     if topic in GROUPS:
         lines += ["options", *_groups((topic,), config_dirs, width), ""]
@@ -124,7 +124,7 @@ def _full(info: KeyInfo) -> str:
     """Documentation, legal values, default, and where the key applies or that it is not built."""
     parts = [info.doc, info.describe(), f"default {_shown(info)}"]
     if info.kinds:
-        parts.append(f"only with {info.name.partition('.')[0]}={' or '.join(info.kinds)}")
+        parts.append(f"only with {info.switch}={' or '.join(info.kinds)}")
     if info.later:
         parts.append(f"{NOT_AVAILABLE}: {', '.join(info.later)}")
     if not info.built:

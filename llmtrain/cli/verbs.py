@@ -12,8 +12,8 @@ class Verb:
     name: str
     phase: str
     summary: str
-    folders: int = 0
-    """Run folders it takes, no more and no fewer."""
+    folders: tuple[str, ...] = ()
+    """What it takes besides overrides, as a usage line calls it: no more and no fewer."""
     sections: tuple[str, ...] | None = None
     """Config sections it reads; None = all of them."""
     unread: tuple[str, ...] = ()
@@ -47,19 +47,38 @@ VERBS = {
             sections=("launch", "output"),
         ),
         Verb("plan", "before", "where memory and time will go", built=False),
-        Verb("prepare", "before", "turn text into token files", built=False),
+        Verb(
+            "prepare",
+            "before",
+            "turn text into token files, with several processes",
+            sections=("data", "tokenizer", "prepare", "output"),
+            unread=("data.sequence_length", "data.packing"),
+        ),
         # The sample at the end of a training begins a new text with the other keys of `generate`.
         Verb(
             "train",
             "run",
             "train a model; with the run.name of an earlier run, resume it",
-            unread=("evaluate", "generate.step", "generate.prompt"),
+            unread=("evaluate", "convert", "generate.step", "generate.prompt", "prepare.path"),
         ),
-        Verb("evaluate", "run", "score the validation text with a checkpoint", 1, ("evaluate", "launch", "output")),
-        Verb("generate", "run", "continue a prompt with a checkpoint", 1, ("generate", "launch", "output")),
+        Verb(
+            "evaluate",
+            "run",
+            "score validation text with a checkpoint: the run's own, or what data=… names",
+            ("RUN_FOLDER",),
+            ("evaluate", "data", "prepare", "launch", "output"),
+            unread=("prepare.path",),
+        ),
+        Verb("generate", "run", "continue a prompt with a checkpoint", ("RUN_FOLDER",), ("generate", "launch", "output")),
         Verb("check", "prove", "same loss and gradients as one process", built=False),
         Verb("bench", "prove", "memory, speed and loss of combinations", built=False),
-        Verb("convert", "after", "checkpoints to and from other formats", built=False),
+        Verb(
+            "convert",
+            "after",
+            "a Hugging Face folder to a run folder, or back",
+            ("hf:FOLDER|RUN_FOLDER", "RUN_FOLDER|hf:FOLDER"),
+            ("convert", "output"),
+        ),
         Verb("report", "after", "one page from one or more run folders", built=False),
     )
 }

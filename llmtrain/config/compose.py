@@ -1,13 +1,12 @@
 """From the words of a command line to a checked, frozen config.
 
-Precedence, weakest first: defaults of the schema, option files, the primary file, the experiment, options chosen on the command
+Precedence, weakest first: defaults of the schema, the model of `model.init_from`, option files, the primary file, the experiment, options chosen on the command
 line, keys set on the command line. Hydra decides which files take part (its defaults lists); every value is then looked up in the
 schema, and all problems come in one report, each with the file line or the word that caused it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +25,13 @@ from omegaconf.errors import OmegaConfBaseException
 from llmtrain.config import schema
 from llmtrain.config.errors import ConfigError, Problem
 from llmtrain.config.files import Default, Folders, Setting, group_options, parse, read_document, unreadable
+from llmtrain.config.freeze import build_config
+from llmtrain.config.inherit import inherited
 from llmtrain.config.keys import leaves
 from llmtrain.config.problems import no_such_key, no_such_option
-from llmtrain.config.settle import Settled, flatten, settle
+from llmtrain.config.settle import Settled, absent_plugins, flatten, settle
 from llmtrain.config.suggest import either, nearest_words
-from llmtrain.config.typed import Config, build_config
+from llmtrain.config.typed import Config
 from llmtrain.config.words import STACKING, Request, read_words
 
 __all__ = ["Composed", "compose_config", "config_from_wire", "group_options", "to_yaml"]
@@ -74,15 +75,16 @@ def compose_config(
     options = {group: [path.stem for path in folders.options(group)] for group in schema.GROUPS}
     request = read_words(words, options, positions)
     layers = _read_layers(config_name.removesuffix(".yaml"), folders, request, options)
-    settled = settle([*layers.settings, *request.settings])
-    config = _checked([*request.problems, *layers.problems, *settled.problems], settled)
+    below = inherited([*layers.settings, *request.settings])
+    settled = settle([*below.settings, *layers.settings, *request.settings])
+    config = _checked([*request.problems, *layers.problems, *below.problems, *settled.problems], settled)
     return Composed(
         config=config,
-        wire=dataclasses.asdict(settled.config),
+        wire=settled.wire,
         words=tuple(words),
         options=(*(f"--config-dir={folder}" for folder in config_dirs), *_name_option(config_name)),
         origins=types.MappingProxyType(settled.origins),
-        groups=types.MappingProxyType(layers.groups),
+        groups=types.MappingProxyType(layers.groups | {group: ",".join(names) for group, names in request.named.items()}),
     )
 
 
@@ -98,9 +100,12 @@ def config_from_wire(wire: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: unknown keys, illegal values and broken rules, as when composing.
     """
-    problems, settings = [], []
-    for name, value in flatten(wire):
-        if name in leaves():
+    problems, settings, saved = [], [], dict(flatten(wire))
+    absent = absent_plugins(saved)
+    for name, value in saved.items():
+        if name in absent:
+            problems.append(absent[name])
+        elif name in leaves():
             settings.append(Setting(name, value, origin="", source="saved config"))
         else:
             problems.append(no_such_key(name, "" if isinstance(value, Mapping) else str(value), ""))

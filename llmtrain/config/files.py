@@ -16,6 +16,7 @@ import yaml
 from llmtrain.config import schema
 from llmtrain.config.errors import Problem
 from llmtrain.config.keys import leaves, sections
+from llmtrain.config.plugins import installed
 from llmtrain.config.problems import is_a_section, no_such_key
 from llmtrain.config.values import Raw, show
 
@@ -108,9 +109,12 @@ class Folders:
 
 
 def group_options(config_dirs: Sequence[Path] = ()) -> dict[str, dict[str, str]]:
-    """The options of every group, each with its one-line summary (`saves …; costs …; changes training: …`)."""
-    folders = Folders.of(config_dirs)
-    return {group: {path.stem: _summary(path) for path in folders.options(group)} for group in schema.GROUPS}
+    """The options of every group, each with its one-line summary (`saves …; costs …; changes training: …`); plugins come last."""
+    folders, found = Folders.of(config_dirs), {}
+    for group in schema.GROUPS:
+        files = {path.stem: _summary(path) for path in folders.options(group)}
+        found[group] = files | {one.plugin.name: one.plugin.summary for one in installed(group) if one.plugin.name not in files}
+    return found
 
 
 def _summary(path: Path) -> str:

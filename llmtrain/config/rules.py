@@ -13,21 +13,32 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from llmtrain.config import rules_data as data
+from llmtrain.config import rules_model as model
 from llmtrain.config import schema
+from llmtrain.config.declare import AUTO
 from llmtrain.config.defaults import (
-    BYTE_VOCAB_SIZE,
-    DEFAULT_BPE_VOCAB_SIZE,
     DEFAULT_GLOBAL_BATCH_SIZE,
     DEFAULT_STEPS,
     auto_decay_steps,
     auto_warmup_steps,
 )
 from llmtrain.config.errors import Problem
-from llmtrain.config.keys import leaves
 from llmtrain.config.suggest import divisors_near, either, multiples_near
 
 PAIRS = (("train.steps", "train.tokens"), ("accumulation.global_batch_size", "accumulation.global_batch_tokens"))
 """Two ways to say one thing; at most one of a pair is given."""
+
+PATHS = (
+    "run.dir",
+    "data.path",
+    "data.validation_path",
+    "data.cache_dir",
+    "tokenizer.path",
+    "model.init_from",
+    "prepare.path",
+)
+"""Keys that name a file or folder."""
 
 DEGREES = (*(f"parallelism.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")), "launch.nproc")
 """Keys that say how many ranks there are along an axis, or in all."""
@@ -176,99 +187,6 @@ def wsd_phases_within_steps(wire: schema.Config) -> Problem | None:
     return Problem(f"schedule.decay_steps={decay}", rule, f"schedule.decay_steps={steps - warmup}, or a longer run")
 
 
-def heads_divide_the_width(wire: schema.Config) -> Problem | None:
-    dim, heads = wire.model.dim, wire.model.attention.num_heads
-    if wire.model.attention.head_dim is not None or dim % heads == 0:
-        return None
-    near = [f"model.dim={value}" for value in multiples_near(dim, heads)]
-    near += [f"model.attention.num_heads={value}" for value in divisors_near(dim, heads)]
-    rule = f"divisible by model.attention.num_heads = {heads} unless model.attention.head_dim is given"
-    return Problem(f"model.dim={dim}", rule, either(near))
-
-
-def kv_heads_divide_the_heads(wire: schema.Config) -> Problem | None:
-    heads, kv_heads = wire.model.attention.num_heads, wire.model.attention.num_kv_heads
-    if kv_heads is None or heads % kv_heads == 0:
-        return None
-    near = either(f"model.attention.num_kv_heads={value}" for value in divisors_near(heads, kv_heads))
-    return Problem(f"model.attention.num_kv_heads={kv_heads}", f"divides model.attention.num_heads = {heads}", near)
-
-
-def rotary_turns_pairs_of_channels(wire: schema.Config) -> Problem | None:
-    model, shape = wire.model, wire.model.attention
-    head_dim = shape.head_dim or model.dim // shape.num_heads
-    whole = shape.head_dim is not None or model.dim % shape.num_heads == 0
-    if model.position != "rotary" or head_dim % 2 == 0 or not whole:
-        return None
-    cure = either(f"model.attention.head_dim={value}" for value in (head_dim - 1, head_dim + 1) if value > 0)
-    return Problem(
-        f"model.attention.head_dim={head_dim}", "even with model.position=rotary", f"{cure}, or model.position=learned"
-    )
-
-
-def position_table_covers_a_sequence(wire: schema.Config) -> Problem | None:
-    rows, length = wire.model.max_positions, wire.data.sequence_length
-    if wire.model.position != "learned" or isinstance(rows, str) or rows >= length:
-        return None
-    cure = f"model.max_positions={length} or data.sequence_length={rows}"
-    return Problem(f"model.max_positions={rows}", f"at least data.sequence_length = {length} with learned positions", cure)
-
-
-def position_table_needs_learned_positions(wire: schema.Config) -> Problem | None:
-    rows = wire.model.max_positions
-    if wire.model.position == "learned" or isinstance(rows, str):
-        return None
-    rule = f"only model.position=learned has a position table; model.position is {wire.model.position}"
-    return Problem(f"model.max_positions={rows}", rule, "model.position=learned or model.max_positions=auto")
-
-
-def theta_needs_rotary_positions(wire: schema.Config) -> Problem | None:
-    theta, default = wire.model.rope.theta, leaves()["model.rope.theta"].default
-    if wire.model.position == "rotary" or theta == default:
-        return None
-    rule = f"only model.position=rotary reads it; model.position is {wire.model.position}"
-    return Problem(f"model.rope.theta={theta:g}", rule, f"model.position=rotary or model.rope.theta={default:g}")
-
-
-def attention_dropout_needs_the_reference_backend(wire: schema.Config) -> Problem | None:
-    dropout, backend = wire.model.dropout.attention, wire.attention.backend
-    if dropout == 0 or backend == "reference":
-        return None
-    rule = f"only attention=reference drops attention weights by counted random numbers; attention.backend is {backend}"
-    return Problem(f"model.dropout.attention={dropout:g}", rule, "attention=reference or model.dropout.attention=0")
-
-
-def vocabulary_holds_the_tokenizer(wire: schema.Config) -> Problem | None:
-    rows, tokenizer = wire.model.vocab_size, wire.tokenizer
-    needed = {"byte": BYTE_VOCAB_SIZE, "bpe": tokenizer.vocab_size or DEFAULT_BPE_VOCAB_SIZE}.get(tokenizer.kind)
-    if isinstance(rows, str) or needed is None or rows >= needed:
-        return None
-    cure = f"model.vocab_size={needed} or auto"
-    cure += f", or tokenizer.vocab_size={rows}" if tokenizer.kind == "bpe" and rows >= BYTE_VOCAB_SIZE + 2 else ""
-    return Problem(f"model.vocab_size={rows}", f"at least the {needed} tokens of tokenizer={tokenizer.kind}", cure)
-
-
-def text_needs_a_path(wire: schema.Config) -> Problem | None:
-    if wire.data.kind != "text" or wire.data.path is not None:
-        return None
-    return Problem("data=text", "needs the file or folder to read", "data.path=FILE_OR_FOLDER")
-
-
-def synthetic_data_has_no_text_to_learn_tokens_from(wire: schema.Config) -> Problem | None:
-    kind = wire.tokenizer.kind
-    if wire.data.kind != "synthetic" or kind == "byte":
-        return None
-    return Problem(f"tokenizer={kind}", "made from text, which data=synthetic does not have", "tokenizer=byte or data=stdlib")
-
-
-def synthetic_data_has_no_marks_to_leave_out(wire: schema.Config) -> Problem | None:
-    left_out = [name for name, value in (("bos", wire.data.bos), ("eos", wire.data.eos)) if not value]
-    if wire.data.kind != "synthetic" or not left_out:
-        return None
-    rule = "data=synthetic draws every token at random and puts no marks around documents"
-    return Problem(f"data.{left_out[0]}=false", rule, f"data.{left_out[0]}=true or data=stdlib")
-
-
 def one_process_only(wire: schema.Config, name: str) -> Problem | None:
     degree = _value(wire, name)
     if not isinstance(degree, int) or degree == 1:
@@ -277,7 +195,7 @@ def one_process_only(wire: schema.Config, name: str) -> Problem | None:
 
 
 def ddp_keeps_whole_copies(wire: schema.Config) -> Problem | None:
-    if wire.parallelism.dp_shard != schema.AUTO:
+    if wire.parallelism.dp_shard != AUTO:
         return None
     rule = "parallelism=ddp keeps a whole copy on every rank: dp_replicate takes the ranks, dp_shard is 1"
     return Problem("parallelism.dp_shard=auto", rule, "parallelism.dp_shard=1")
@@ -294,9 +212,20 @@ def greedy_sampling_has_no_candidates(wire: schema.Config) -> Problem | None:
     )
 
 
+def trackers_are_on(wire: schema.Config) -> Problem | None:
+    if wire.tracker.wandb.enabled:
+        return None
+    defaults = schema.Wandb()
+    for name, value in vars(wire.tracker.wandb).items():
+        if value != getattr(defaults, name):
+            what = f"tracker.wandb.{name}={','.join(value) if isinstance(value, list) else value}"
+            return Problem(what, "Weights & Biases is not used", f"tracker=wandb, or leave out tracker.wandb.{name}")
+    return None
+
+
 RULES = (
     Rule(run_name_is_a_folder_name, ("run.name",)),
-    *(Rule(partial(path_is_not_empty, name=name), (name,)) for name in ("run.dir", "data.path", "data.cache_dir")),
+    *(Rule(partial(path_is_not_empty, name=name), (name,)) for name in PATHS),
     Rule(steps_or_tokens, PAIRS[0]),
     Rule(sequences_or_tokens, PAIRS[1]),
     Rule(stop_after_within_steps, ("train.stop_after", *HORIZON)),
@@ -304,21 +233,44 @@ RULES = (
     Rule(micro_batches_fill_the_batch, ("accumulation.micro_batch_size", *PAIRS[1], "data.sequence_length")),
     Rule(warmup_within_steps, ("schedule.warmup_steps", *HORIZON)),
     Rule(wsd_phases_within_steps, ("schedule.decay_steps", "schedule.kind", "schedule.warmup_steps", *HORIZON)),
-    Rule(heads_divide_the_width, ("model.dim", "model.attention.num_heads", "model.attention.head_dim")),
-    Rule(kv_heads_divide_the_heads, ("model.attention.num_kv_heads", "model.attention.num_heads")),
+    Rule(model.heads_divide_the_width, ("model.dim", "model.attention.num_heads", "model.attention.head_dim")),
+    Rule(model.kv_heads_divide_the_heads, ("model.attention.num_kv_heads", "model.attention.num_heads")),
     Rule(
-        rotary_turns_pairs_of_channels,
+        model.rotary_turns_pairs_of_channels,
         ("model.attention.head_dim", "model.dim", "model.attention.num_heads", "model.position"),
     ),
-    Rule(position_table_covers_a_sequence, ("model.max_positions", "data.sequence_length", "model.position")),
-    Rule(position_table_needs_learned_positions, ("model.max_positions", "model.position")),
-    Rule(theta_needs_rotary_positions, ("model.rope.theta", "model.position")),
-    Rule(attention_dropout_needs_the_reference_backend, ("model.dropout.attention", "attention.backend")),
-    Rule(vocabulary_holds_the_tokenizer, ("model.vocab_size", "tokenizer.kind", "tokenizer.vocab_size")),
-    Rule(text_needs_a_path, ("data.kind", "data.path")),
-    Rule(synthetic_data_has_no_text_to_learn_tokens_from, ("tokenizer.kind", "data.kind")),
-    Rule(synthetic_data_has_no_marks_to_leave_out, ("data.bos", "data.eos", "data.kind")),
+    Rule(model.longest_text_covers_a_sequence, ("model.max_positions", "data.sequence_length")),
+    Rule(model.theta_needs_rotary_positions, ("model.rope.theta", "model.position")),
+    Rule(model.scaling_needs_rotary_positions, ("model.rope.scaling.kind", "model.position")),
+    Rule(
+        model.rope_scaling_is_complete,
+        tuple(f"model.rope.scaling.{name}" for name in ("kind", "factor", "original_max_positions")),
+    ),
+    Rule(
+        model.rope_ramp_rises,
+        tuple(f"model.rope.scaling.{n}" for n in ("kind", "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast")),
+    ),
+    Rule(model.window_pattern_has_two_letters, ("model.attention.window_pattern",)),
+    Rule(model.windows_are_used, ("model.attention.window", "model.attention.window_pattern", "model.num_layers")),
+    Rule(model.attention_dropout_needs_the_reference_backend, ("model.dropout.attention", "attention.backend")),
+    Rule(model.kernel_belongs_to_the_backend, ("attention.kernel", "attention.backend")),
+    Rule(
+        data.vocabulary_holds_the_tokenizer,
+        ("model.vocab_size", "tokenizer.kind", "tokenizer.vocab_size", "data.kind", "model.init_from"),
+    ),
+    Rule(data.files_need_a_path, ("data.kind", "data.path")),
+    Rule(data.one_way_to_hold_out, ("data.validation_path", "data.validation_fraction")),
+    Rule(data.validation_is_other_text, ("data.path", "data.validation_path")),
+    Rule(data.dtype_is_for_raw_files, ("data.dtype", "data.format")),
+    Rule(data.tokens_have_their_marks, ("data.bos", "data.eos", "data.kind")),
+    Rule(data.tokenizer_files_need_a_path, ("tokenizer.kind", "tokenizer.path")),
+    Rule(data.learnt_tokenizers_need_text, ("tokenizer.kind", "data.kind")),
+    Rule(data.plain_ids_come_from_token_files, ("tokenizer.kind", "data.kind")),
+    Rule(data.plain_ids_need_a_vocabulary, ("tokenizer.kind", "model.vocab_size")),
+    Rule(data.end_of_text_is_in_the_vocabulary, ("tokenizer.eos_id", "model.vocab_size")),
+    Rule(data.synthetic_data_has_no_text, ("tokenizer.kind", "data.kind")),
     *(Rule(partial(one_process_only, name=name), (name,)) for name in DEGREES),
     Rule(ddp_keeps_whole_copies, ("parallelism.dp_shard", "parallelism.kind")),
+    Rule(trackers_are_on, tuple(f"tracker.wandb.{item.name}" for item in dataclasses.fields(schema.Wandb))),
     Rule(greedy_sampling_has_no_candidates, ("generate.temperature", "generate.top_k", "generate.top_p")),
 )

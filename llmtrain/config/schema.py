@@ -11,50 +11,11 @@ typed form fills in the default of the kind.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Union
+from typing import Dict, List, Optional, Union
 
-AUTO = "auto"
-
-# Bounds of counts: beyond what anyone trains, small enough that no product or loop over divisors gets out of hand.
-MAX_UPDATES = 2**40
-MAX_TOKENS = 2**48
-MAX_SEQUENCES = 2**24
-MAX_BATCH_TOKENS = 2**36
-MAX_WIDTH = 2**20
-MAX_LAYERS = 2**12
-MAX_ROWS = 2**24
-MAX_RANKS = 2**20
-
-
-def key(
-    default: Any,
-    doc: str,
-    *,
-    unit: str = "",
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    choices: tuple[str, ...] = (),
-    later: tuple[str, ...] = (),
-    kinds: tuple[str, ...] = (),
-    built: bool = True,
-) -> Any:
-    """Declare one key.
-
-    Args:
-        default: value when nobody sets the key; a list or dict is copied for each config.
-        doc: one line for `--help`.
-        unit: what a number counts.
-        ge, gt, le, lt: bounds of a number (or of each number of a list).
-        choices: the legal words of a text key; words in `later` are known but refused as not available in this version.
-        kinds: the values of the section's `kind` that read this key; empty means all of them.
-        built: False for a key whose part does not exist yet; any value but the default is refused.
-    """
-    metadata = dict(doc=doc, unit=unit, ge=ge, gt=gt, le=le, lt=lt, choices=choices, later=later, kinds=kinds, built=built)
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+from llmtrain.config.declare import AUTO, MAX_BATCH_TOKENS, MAX_RANKS, MAX_ROWS, MAX_SEQUENCES, MAX_TOKENS, MAX_UPDATES, key
+from llmtrain.config.schema_data import Data, Prepare, Tokenizer
+from llmtrain.config.schema_model import Model
 
 
 @dataclass
@@ -89,89 +50,6 @@ class Train:
     )
     max_consecutive_skips: int = key(
         10, "updates in a row that may be skipped for non-finite gradients", unit="updates", ge=0, le=MAX_UPDATES
-    )
-
-
-@dataclass
-class AttentionShape:
-    num_heads: int = key(4, "query heads", ge=1, le=MAX_WIDTH)
-    num_kv_heads: Optional[int] = key(None, "key and value heads; null = num_heads", ge=1, le=MAX_WIDTH)
-    head_dim: Optional[int] = key(None, "channels of a head; null = dim / num_heads", ge=1, le=MAX_WIDTH)
-    qk_norm: bool = key(False, "normalise queries and keys per head before the rotary embedding")
-    bias: bool = key(False, "bias on the query, key and value projections")
-    output_bias: bool = key(False, "bias on the output projection")
-
-
-@dataclass
-class FeedForwardShape:
-    kind: str = key("swiglu", "gated SiLU or plain GELU", choices=("swiglu", "gelu"))
-    hidden_dim: Optional[int] = key(
-        None, "inner width; null = 4 dim (gelu) or 8/3 dim rounded up to 32 (swiglu)", ge=1, le=4 * MAX_WIDTH
-    )
-    bias: bool = key(False, "bias on the feed-forward projections")
-
-
-@dataclass
-class Rope:
-    theta: float = key(10000.0, "base of the rotary frequencies", gt=0)
-
-
-@dataclass
-class Dropout:
-    embedding: float = key(0.0, "probability of dropping an embedding channel", ge=0, lt=1)
-    attention: float = key(0.0, "probability of dropping an attention weight (reference backend only)", ge=0, lt=1)
-    residual: float = key(0.0, "probability of dropping a channel that enters the residual stream", ge=0, lt=1)
-    feed_forward: float = key(0.0, "probability of dropping an inner feed-forward channel", ge=0, lt=1)
-
-
-@dataclass
-class Model:
-    dim: int = key(128, "width of the residual stream", unit="channels", ge=1, le=MAX_WIDTH)
-    num_layers: int = key(4, "transformer blocks", ge=1, le=MAX_LAYERS)
-    vocab_size: Union[int, str] = key(AUTO, "rows of the embedding; auto = the tokenizer's vocabulary", ge=2, le=MAX_ROWS)
-    max_positions: Union[int, str] = key(
-        AUTO, "rows of a learned position table; auto = data.sequence_length", ge=1, le=MAX_ROWS
-    )
-    position: str = key("rotary", "how order is told to the model", choices=("rotary", "learned"))
-    norm: str = key("rms", "RMSNorm or LayerNorm", choices=("rms", "layer"))
-    norm_eps: float = key(1e-5, "added to the variance", gt=0)
-    tie_embeddings: bool = key(False, "use the embedding as the output head too")
-    init_std: float = key(0.02, "standard deviation of initial weights", gt=0)
-    depth_scaled_init: bool = key(True, "divide the std of projections into the residual stream by sqrt(2 num_layers)")
-    attention: AttentionShape = field(default_factory=AttentionShape)
-    feed_forward: FeedForwardShape = field(default_factory=FeedForwardShape)
-    rope: Rope = field(default_factory=Rope)
-    dropout: Dropout = field(default_factory=Dropout)
-
-
-@dataclass
-class Data:
-    kind: str = key(
-        "stdlib", "where text comes from", choices=("stdlib", "text", "synthetic"), later=("jsonl", "parquet", "tokens")
-    )
-    path: Optional[str] = key(None, "text file, or folder whose text files are read", kinds=("text",))
-    sequence_length: int = key(256, "tokens a row of a batch holds", unit="tokens", ge=2, le=MAX_ROWS)
-    packing: str = key(
-        "concat",
-        "concat: documents follow each other in a row; document: the same with attention and positions kept inside each document; "
-        "padded: one document (or piece of it) a row",
-        choices=("concat", "document", "padded"),
-    )
-    bos: bool = key(True, "put a begin-of-text token before each document")
-    eos: bool = key(True, "put an end-of-text token after each document")
-    validation_fraction: Optional[float] = key(
-        None, "share of documents held out by content hash (default 0.05)", gt=0, lt=1, kinds=("stdlib", "text")
-    )
-    cache_dir: Optional[str] = key(
-        None, "folder of prepared token files; null = llmtrain under the user's cache folder", kinds=("stdlib", "text")
-    )
-
-
-@dataclass
-class Tokenizer:
-    kind: str = key("byte", "what a token is", choices=("byte", "char", "bpe"), later=("file", "tiktoken", "sentencepiece"))
-    vocab_size: Optional[int] = key(
-        None, "tokens to train, special ones included (default 4096)", unit="tokens", ge=260, le=MAX_ROWS, kinds=("bpe",)
     )
 
 
@@ -216,8 +94,12 @@ class Accumulation:
 
 @dataclass
 class Attention:
-    backend: str = key(
-        AUTO, "who computes attention", choices=(AUTO, "reference", "sdpa", "blocked"), later=("flash_attn", "flex")
+    backend: str = key(AUTO, "who computes attention", choices=(AUTO, "reference", "sdpa", "blocked", "flash_attn", "flex"))
+    kernel: str = key(
+        AUTO,
+        "kernel of sdpa (flash, memory_efficient, cudnn, math) or flash_attn (fa2, fa3, fa4); auto = the library's own choice, "
+        "or the newest installed",
+        choices=(AUTO, "flash", "memory_efficient", "cudnn", "math", "fa2", "fa3", "fa4"),
     )
 
 
@@ -293,8 +175,26 @@ class Checkpoint:
 
 
 @dataclass
+class Wandb:
+    enabled: bool = key(False, "send every record of metrics.jsonl to Weights & Biases")
+    mode: str = key(
+        "offline", "offline: files below the run folder, for `wandb sync`; online: a server", choices=("offline", "online")
+    )
+    project: str = key("llmtrain", "project of the run")
+    entity: Optional[str] = key(None, "user or team the project belongs to; null = the account's own")
+    group: Optional[str] = key(None, "runs to show together")
+    tags: List[str] = key([], "words to find the run by")
+
+
+@dataclass
+class Tensorboard:
+    enabled: bool = key(False, "write every record of metrics.jsonl as TensorBoard events, below the run folder")
+
+
+@dataclass
 class Tracker:
-    kinds: List[str] = key([], "where metrics go besides metrics.jsonl", choices=(), later=("wandb", "tensorboard"))
+    wandb: Wandb = field(default_factory=Wandb)
+    tensorboard: Tensorboard = field(default_factory=Tensorboard)
 
 
 @dataclass
@@ -325,6 +225,13 @@ class Evaluate:
     tokens: Optional[int] = key(
         None, "score only the first whole rows of this many validation tokens; null = all", unit="tokens", ge=1, le=MAX_TOKENS
     )
+
+
+@dataclass
+class Convert:
+    step: Optional[int] = key(None, "checkpoint to export; null = the newest", unit="updates", ge=0, le=MAX_UPDATES)
+    dtype: str = key("fp32", "dtype of exported weights", choices=("fp32", "bf16", "fp16"))
+    shard_bytes: int = key(5 * 10**9, "largest safetensors file of an export", unit="bytes", ge=1, le=MAX_TOKENS)
 
 
 @dataclass
@@ -363,6 +270,8 @@ class Config:
     launch: Launch = field(default_factory=Launch)
     evaluate: Evaluate = field(default_factory=Evaluate)
     generate: Generate = field(default_factory=Generate)
+    prepare: Prepare = field(default_factory=Prepare)
+    convert: Convert = field(default_factory=Convert)
     output: str = key("table", "form of what is printed; json = one document on standard output", choices=("table", "json"))
 
 

@@ -17,6 +17,7 @@ from llmtrain.config import schema
 from llmtrain.config.errors import Problem
 from llmtrain.config.files import Setting
 from llmtrain.config.keys import leaves, sections
+from llmtrain.config.plugins import CHOOSERS, ENTRY_POINTS, SWITCHED, chosen, discover, installed, schema_class
 from llmtrain.config.references import Unresolved, has_reference, resolve
 from llmtrain.config.rules import PAIRS, check_rules
 from llmtrain.config.suggest import either
@@ -32,6 +33,15 @@ class Settled:
     """Where each key that is not a default was set."""
     problems: tuple[Problem, ...]
 
+    @property
+    def wire(self) -> dict[str, Any]:
+        """The config as plain nested dicts; sections of plugins that it does not use are not part of it."""
+        wire, used = dataclasses.asdict(self.config), chosen(self.config)
+        for one in installed():
+            if one not in used:
+                wire[one.plugin.group].pop(one.plugin.name, None)
+        return wire
+
 
 def settle(settings: Sequence[Setting], *, references: bool = True) -> Settled:
     """Give every key its value.
@@ -42,7 +52,7 @@ def settle(settings: Sequence[Setting], *, references: bool = True) -> Settled:
     """
     counting = _without_replaced(settings)
     values: dict[str, Any] = {name: copy.copy(info.default) for name, info in leaves().items()}
-    problems: list[Problem] = []
+    problems = list(discover().problems)
     for setting in counting:
         try:
             written = references and has_reference(setting.value)
@@ -58,7 +68,7 @@ def settle(settings: Sequence[Setting], *, references: bool = True) -> Settled:
     refused_keys = leaves().keys() - values.keys()
     for name in refused_keys:
         values[name] = copy.copy(leaves()[name].default)
-    config = _build(schema.Config, "", values)
+    config = _build(schema_class(), "", values)
     origins = {name: setting.origin for name, setting in given.items()}
     return Settled(config, origins, (*problems, *check_rules(config, without=refused_keys, origins=origins)))
 
@@ -73,6 +83,27 @@ def flatten(wire: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield full, value
 
 
+def absent_plugins(saved: Mapping[str, Any]) -> dict[str, Problem]:
+    """What belongs to plugins that a saved config uses and that are not installed, by its names in the flattened config."""
+    found: dict[str, Problem] = {}
+    for group, last in CHOOSERS.items():
+        name = f"{group}.{last}"
+        info, word = leaves()[name], saved.get(name)
+        if isinstance(word, str) and word not in (*info.choices, *info.later):
+            problem = _absent(group, word, f"{name}={word}")
+            found |= {name: problem, f"{group}.{word}": problem}
+    for name, value in saved.items():
+        group, _, word = name.partition(".")
+        if group == SWITCHED and name not in leaves() and isinstance(value, Mapping) and value.get("enabled"):
+            found[name] = _absent(group, word, f"{name}.enabled=true")
+    return found
+
+
+def _absent(group: str, word: str, what: str) -> Problem:
+    rule = f"neither a part of llmtrain nor of an installed plugin: no package here registers {word} for {group}"
+    return Problem(what, rule, f"install the package with the plugin {word} (entry point group {ENTRY_POINTS})")
+
+
 def _without_replaced(settings: Sequence[Setting]) -> list[Setting]:
     """Drop what a stronger source has made moot: one key of a pair where it gives the other, keys of a kind where it takes another.
 
@@ -85,7 +116,7 @@ def _without_replaced(settings: Sequence[Setting]) -> list[Setting]:
     taken = {setting.key: position for position, setting in enumerate(settings)}
     for position, setting in enumerate(settings):
         info = leaves()[setting.key]
-        stronger = taken.get(f"{info.section}.kind", -1)
+        stronger = taken.get(info.chooser, -1)
         other_source = stronger > position and settings[stronger].source != setting.source
         kind = settings[stronger].value
         if info.kinds and other_source and not has_reference(kind) and show(kind) not in info.kinds:
@@ -113,14 +144,15 @@ def _follow_references(values: dict[str, Any], given: Mapping[str, Setting]) -> 
 
 
 def _of_other_kinds(values: Mapping[str, Any], given: Mapping[str, Setting]) -> Iterator[Problem]:
-    """Keys that were set although the section's kind does not read them."""
+    """Keys that were set although what is chosen does not read them."""
     for name, setting in given.items():
         info = leaves()[name]
-        kind = values.get(f"{info.section}.kind")
-        if not info.kinds or kind is None or kind in info.kinds or values.get(name) is None:
+        kind = values.get(info.chooser)
+        if not info.kinds or kind is None or show(kind) in info.kinds or values.get(name, info.default) == info.default:
             continue
-        rule = f"only {info.section}={either(info.kinds)} reads it; {info.section}.kind is {kind}"
-        cure = f"{info.section}={either(info.kinds)}, or {name}=null"
+        reader = f"{info.switch}={either(info.kinds)}"
+        rule = f"only {reader} reads it; {info.chooser} is {show(kind)}"
+        cure = f"{reader}, or {f'{name}=null' if info.optional else f'leave out {name}'}"
         yield Problem(f"{name}={show(setting.value)}", rule, cure, setting.origin)
 
 

@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from llmtrain.config.declare import AUTO
 from llmtrain.config.keys import KeyInfo, ValueKind
-from llmtrain.config.schema import AUTO
 from llmtrain.config.suggest import either, nearest_words
 
 _WHOLE = re.compile(r"[+-]?(0|[1-9](_?[0-9])*)")

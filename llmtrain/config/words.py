@@ -14,6 +14,7 @@ from llmtrain.config import schema
 from llmtrain.config.errors import Problem
 from llmtrain.config.files import Setting
 from llmtrain.config.keys import ValueKind, leaves, sections
+from llmtrain.config.plugins import installed
 from llmtrain.config.problems import is_a_section, no_such_key, no_such_option
 from llmtrain.config.sweep import Several, Word, read_value, split_word
 from llmtrain.config.values import Raw, show
@@ -29,7 +30,9 @@ class Request:
 
     settings: list[Setting] = field(default_factory=list)
     options: dict[str, list[str]] = field(default_factory=dict)
-    """Options chosen by group, in the order typed."""
+    """Options chosen by group, in the order typed; those of plugins, which have no file, are `settings`."""
+    named: dict[str, list[str]] = field(default_factory=dict)
+    """The same with those of plugins."""
     origins: dict[str, str] = field(default_factory=dict)
     """By group, the word that chose."""
     problems: list[Problem] = field(default_factory=list)
@@ -103,20 +106,27 @@ def _choose(group: str, text: str, origin: str, options: Mapping[str, Sequence[s
         request.problems.append(_needs_m(group, text, origin))
         return
     chosen = list(_option_names(value))
-    known = options.get(group, ())
+    files = options.get(group, ())
+    plugins = {one.plugin.name: one for one in installed(group) if one.plugin.name not in files}
+    known = [*files, *plugins]
     unknown = [option for option in chosen if option not in known]
     request.problems += [no_such_option(group, option, known, origin) for option in unknown]
     if unknown:
         return
-    before = request.options.get(group, [])
+    before = request.named.get(group, [])
     together = list(dict.fromkeys([*before, *chosen]))
     if len(together) > 1 and group != STACKING:
         rule = f"{group} has one option at a time, not {' and '.join(together)}"
         where = f"{request.origins[group]} and {origin.rpartition(', ')[2]}" if before else origin
         request.problems.append(Problem(f"{group}={text}", rule, f"{group}={together[-1]}", where))
         return
-    request.options[group] = together
+    request.named[group] = together
     request.origins[group] = origin
+    if set(together) & set(files):
+        request.options[group] = [option for option in together if option in files]
+    for plugin in (plugins[option] for option in chosen if option in plugins):
+        # First, so that any key of the command line is stronger, as it is than the keys of an option's file.
+        request.settings.insert(0, Setting(plugin.chooser, Raw(plugin.word), origin, COMMAND_LINE))
 
 
 def _option_names(value: Any) -> Iterator[str]:

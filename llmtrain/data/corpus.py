@@ -6,26 +6,31 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from llmtrain.config.errors import DataError, Problem
-from llmtrain.config.typed import (
+from llmtrain.config.typed_data import (
     BpeTokenizerConfig,
     ByteTokenizerConfig,
     DataConfig,
+    PrepareConfig,
     SyntheticData,
+    TokenData,
     TokenizerConfig,
 )
-from llmtrain.data.formats import Prepared, PreparedSplit
 from llmtrain.data.heartbeat import Heartbeat
 from llmtrain.data.loader import TokenLoader, ValidationLoader
-from llmtrain.data.packing import Rows, pack
-from llmtrain.data.prepare import cache_folder, prepare
-from llmtrain.data.sources import Scan, describe_skipped, scan_source
+from llmtrain.data.meter import count
+from llmtrain.data.packing import Rows, TokenStream, pack
+from llmtrain.data.prepare import find_preparation
+from llmtrain.data.prepare import prepare as prepare_tokens
+from llmtrain.data.shards import describe_bad
+from llmtrain.data.sources import describe_skipped
+from llmtrain.data.stored_tokens import Stored, open_stored
 from llmtrain.data.synthetic import TRAIN_ROWS, VALIDATION_ROWS, SyntheticRows
 from llmtrain.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
+
+DEFAULT_PREPARE = PrepareConfig(path=None, workers=None, shard_bytes=64 * 2**20)
 
 
 @dataclass(frozen=True)
@@ -40,13 +45,13 @@ class Corpus:
     fingerprint: str
     """Hash of everything that decides which tokens are read, but the seed."""
     bytes_per_token: float
-    """Bytes of validation text per scored token: loss in bits per byte = loss / ln 2 / this. NaN where there is no text."""
+    """Bytes of validation text per scored token: loss in bits per byte = loss / ln 2 / this. NaN where the text is not known."""
     byte_frequency_bits: float | None
-    """Bits per byte of validation text under the byte frequencies of training text; None where there is no text."""
+    """Bits per byte of validation text under the byte frequencies of training text; None where the text is not known."""
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """A loss in nats per token, told in bits per byte of text; None where there is no text."""
-        return None if self.byte_frequency_bits is None else loss / math.log(2) / self.bytes_per_token
+        """A loss in nats per token, told in bits per byte of text; None where the text is not known."""
+        return None if math.isnan(self.bytes_per_token) else loss / math.log(2) / self.bytes_per_token
 
     @property
     def byte_frequency_loss(self) -> float | None:
@@ -56,14 +61,22 @@ class Corpus:
 
 
 def build_corpus(
-    data: DataConfig, tokenizer: TokenizerConfig, *, seed: int, vocab_size: int | None, progress: Callable[[str], None]
+    data: DataConfig,
+    tokenizer: TokenizerConfig | Tokenizer,
+    *,
+    seed: int,
+    vocab_size: int | None,
+    progress: Callable[[str], None],
+    prepare: PrepareConfig = DEFAULT_PREPARE,
 ) -> Corpus:
-    """Find, split, tokenize (or open what was tokenized before) and pack the text a config names.
+    """Find, split, tokenize (or open what was tokenized before) and pack the data a config names.
 
     Args:
+        tokenizer: a section of the config; or a tokenizer itself, for other text in the tokens of a run.
         seed: decides the order of training samples (and the content of synthetic data).
         vocab_size: `model.vocab_size` where the user set it; the tokenizer must fit into it.
         progress: gets a line at least every two seconds while something takes long; may be called from another thread.
+        prepare: how text is tokenized.
 
     Raises:
         ConfigError: a path in a home folder that is not there.
@@ -73,20 +86,26 @@ def build_corpus(
     if isinstance(data.source, SyntheticData):
         return _synthetic(data, tokenizer, seed, vocab_size)
     with Heartbeat(progress) as beat:
-        beat.status("reading the text")
-        scan = scan_source(data.source)
-        prepared = prepare(scan, data, tokenizer, cache_folder(data.source.cache_dir), beat)
-    _check_vocabulary(prepared.tokenizer, vocab_size)
-    train, validation = _rows(prepared.train, data, "training"), _rows(prepared.validation, data, "validation")
+        if isinstance(data.source, TokenData):
+            stored = open_stored(data.source, tokenizer, packing=data.packing, vocab_size=vocab_size, beat=beat)
+        else:
+            job = find_preparation(data, tokenizer, prepare, beat)
+            prepared = prepare_tokens(job, beat)
+            skipped = describe_skipped(job.text.skipped) if job.text.skipped.total() else ""
+            stored = replace(Stored.of(prepared), name=job.text.name, held_out=job.text.held_out, skipped=skipped)
+        _check_vocabulary(stored.tokenizer, vocab_size)
+        beat.status("looking for document borders")
+        train, validation = _rows(stored.train, data, "training"), _rows(stored.validation, data, "validation")
+    text = stored.text
     return _corpus(
         data,
-        prepared.tokenizer,
-        (train, prepared.train.sha256),
-        (validation, prepared.validation.sha256),
+        stored.tokenizer,
+        (train, stored.fingerprints[0]),
+        (validation, stored.fingerprints[1]),
         seed=seed,
-        summary=_summary(scan, prepared),
-        bytes_per_token=prepared.validation.source_bytes / validation.num_targets,
-        byte_frequency_bits=_byte_frequency_bits(prepared),
+        summary=_summary(stored),
+        bytes_per_token=math.nan if text is None else text.validation_bytes / validation.num_targets,
+        byte_frequency_bits=None if text is None else text.frequency_bits,
     )
 
 
@@ -123,12 +142,12 @@ def _corpus(
     )
 
 
-def _rows(split: PreparedSplit, data: DataConfig, name: str) -> Rows:
-    rows = pack(split.stream, data.packing, data.sequence_length)
+def _rows(stream: TokenStream, data: DataConfig, name: str) -> Rows:
+    rows = pack(stream, data.packing, data.sequence_length)
     if rows.num_targets == 0:
         raise DataError(
             Problem(
-                f"the {name} split has {len(split.stream.tokens)} tokens",
+                f"the {name} split has {len(stream.tokens)} tokens",
                 f"with data.packing={data.packing.value} none of them has one before it to be predicted from",
                 "give more text",
             )
@@ -136,9 +155,11 @@ def _rows(split: PreparedSplit, data: DataConfig, name: str) -> Rows:
     return rows
 
 
-def _synthetic(data: DataConfig, config: TokenizerConfig, seed: int, vocab_size: int | None) -> Corpus:
+def _synthetic(data: DataConfig, config: TokenizerConfig | Tokenizer, seed: int, vocab_size: int | None) -> Corpus:
     if vocab_size is None:
-        if isinstance(config, ByteTokenizerConfig):
+        if isinstance(config, Tokenizer):
+            vocab_size = config.vocab_size
+        elif isinstance(config, ByteTokenizerConfig):
             vocab_size = ByteTokenizer().vocab_size
         elif isinstance(config, BpeTokenizerConfig):
             vocab_size = config.vocab_size
@@ -181,25 +202,7 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> None:
         )
 
 
-def _byte_frequency_bits(prepared: Prepared) -> float:
-    """Cross-entropy in bits of validation bytes under training byte frequencies; 1 is added to each count."""
-    train = np.array(prepared.train.byte_counts, dtype=np.float64) + 1
-    validation = np.array(prepared.validation.byte_counts, dtype=np.float64)
-    return float(-(validation * np.log2(train / train.sum())).sum() / validation.sum())
-
-
-def _summary(scan: Scan, prepared: Prepared) -> str:
-    train, validation = len(prepared.train.stream.tokens), len(prepared.validation.stream.tokens)
-    parts = [scan.name, f"{_count(train)} tokens train", f"{_count(validation)} validation ({scan.held_out})"]
-    if scan.skipped.total():
-        parts.append(describe_skipped(scan.skipped))
-    return " · ".join(parts)
-
-
-def _count(number: int) -> str:
-    """At most three digits: `845`, `12.3k`, `9.81M`, `1.2B`; the form in which all other counts of a run are shown."""
-    for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        # Rounded to three digits, so that 999,999 is not 1000k.
-        if number >= 0.9995 * factor:
-            return f"{number / factor:.3g}{suffix}"
-    return str(number)
+def _summary(stored: Stored) -> str:
+    train, validation = count(len(stored.train.tokens)), count(len(stored.validation.tokens))
+    missing = [words for words in (stored.skipped, describe_bad(stored.bad)) if words]
+    return " · ".join([stored.name, f"{train} tokens train", f"{validation} validation ({stored.held_out})", *missing])

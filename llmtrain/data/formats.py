@@ -1,34 +1,42 @@
-"""Prepared tokens on disk: one folder with a token file and an offsets file per split, and a description that is written last.
+"""A folder of prepared tokens: shards (see `shards.py`) and a description that is written last.
 
-    train.tokens, validation.tokens      token ids, little-endian unsigned 16 bit up to 65,536 ids, else 32 bit
-    train.offsets, validation.offsets    int64, documents + 1: where each document begins, then the number of tokens
-    metadata.json                        tokenizer, dtype, counts, SHA-256 of each file and of itself
+    metadata.json    tokenizer, type of ids, special tokens, counts and SHA-256 of every shard, what was no document, SHA-256 of itself
+    quarantine.jsonl copies of what was no document, for data.on_bad=quarantine
+    .checked.json    sizes and times of the files when they were last read through; only in folders above FULL_CHECK_BYTES
 
-Everything is checked when a folder is opened; after that the files are memory maps and cost no memory until read.
+A split is its shards one after another; nothing is merged. When a folder is opened, description, sizes and document borders are always
+checked. All tokens are too, checksums and ids, in a folder up to FULL_CHECK_BYTES; a larger one is read through once, and again when
+size or time of one of its files has changed. Afterwards the files are memory maps and cost no memory until read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.config.errors import DataError, Problem
-from llmtrain.data.packing import TokenStream
+from llmtrain.data.shards import FORMAT_VERSION, offsets_file, read_json, token_dtype, token_file, write_json
+from llmtrain.data.token_array import TokenArray, map_file
 from llmtrain.data.tokenizer import Tokenizer, load_tokenizer
+from llmtrain.data.units import SPLITS
 
-FORMAT_VERSION = 1
-SPLITS = ("train", "validation")
 METADATA = "metadata.json"
-_CHECK_TOKENS = 1 << 22
+BAD_RECORDS = "quarantine.jsonl"
+CHECKED = ".checked.json"
+FORMAT = "llmtrain-tokens"
+FULL_CHECK_BYTES = 4 << 30
+"""Up to this size a folder is read through at every start: a few seconds."""
+_BLOCK_TOKENS = 1 << 22
 """Tokens checked at a time."""
+_OFFSET_DTYPE = np.dtype("<i8")
 
 
 class DamagedTokens(DataError):
@@ -39,156 +47,270 @@ class DamagedTokens(DataError):
 class PreparedSplit:
     """One split, opened."""
 
-    stream: TokenStream
+    parts: tuple[NDArray[Any], ...]
+    """Token ids of each shard."""
+    offsets: Callable[[], NDArray[np.int64]]
+    """Reads the document borders: [documents + 1], from 0 to the number of tokens."""
+    documents: int
     source_bytes: int
     """Bytes of UTF-8 text the tokens stand for."""
     byte_counts: tuple[int, ...]
     """How often each of the 256 byte values occurs in that text."""
     sha256: str
-    """Of tokens and document borders."""
+    """Of tokens and document borders, shard by shard."""
+
+    @property
+    def tokens(self) -> TokenArray:
+        """All tokens."""
+        return TokenArray(self.parts)
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A folder of prepared tokens, opened and checked."""
 
+    folder: Path
+    name: str
+    """Of the text."""
+    held_out: str
+    """How validation was chosen, in words."""
     tokenizer: Tokenizer
+    dtype: str
     train: PreparedSplit
     validation: PreparedSplit
+    bad: Mapping[str, Mapping[str, Any]]
+    """Reason -> count and first places of what was no document."""
+    is_new: bool = False
+    """Whether it was made just now."""
 
 
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest unsigned type that holds every id of a vocabulary, little-endian."""
-    assert 0 < vocab_size <= 2**32
-    return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
+def write_metadata(
+    folder: Path, key: str, tokenizer: Tokenizer, facts: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]
+) -> None:
+    """Describe a folder; one without this file is unfinished.
 
-
-class SplitWriter:
-    """Writes the tokens of one split as they come; nothing is kept in memory but the document borders."""
-
-    def __init__(self, file: BinaryIO, split: str, vocab_size: int) -> None:
-        self._file, self._split = file, split
-        self._vocab_size = vocab_size
-        self._dtype = token_dtype(vocab_size)
-        self._digest = hashlib.sha256()
-        self._num_tokens = 0
-        self._offsets = [0]
-
-    def add(self, ids: NDArray[np.int64]) -> None:
-        """Append tokens to the current document.
-
-        Raises:
-            DataError: an id that the vocabulary does not have; a cast would have turned it into another token.
-        """
-        bad = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
-        if bad.size:
-            place = self._num_tokens + int(bad[0])
-            raise DataError(
-                Problem(
-                    f"token {place} of {self._split} has id {int(ids[bad[0]])}",
-                    f"the tokenizer's vocabulary has {self._vocab_size} ids (document {len(self._offsets) - 1})",
-                )
-            )
-        data = ids.astype(self._dtype).tobytes()
-        self._file.write(data)
-        self._digest.update(data)
-        self._num_tokens += len(ids)
-
-    def end_document(self) -> None:
-        """The next token belongs to another document."""
-        self._offsets.append(self._num_tokens)
-
-    def finish(self, offsets_path: Path) -> dict[str, Any]:
-        """Flush the tokens to the disk, write the document borders, and describe both."""
-        _sync(self._file)
-        offsets = np.array(self._offsets, dtype="<i8").tobytes()
-        with offsets_path.open("wb") as file:
-            file.write(offsets)
-            _sync(file)
-        return {
-            "tokens": self._num_tokens,
-            "documents": len(self._offsets) - 1,
-            "tokens_sha256": self._digest.hexdigest(),
-            "offsets_sha256": hashlib.sha256(offsets).hexdigest(),
-        }
-
-
-def write_metadata(folder: Path, key: str, tokenizer: Tokenizer, splits: Mapping[str, Mapping[str, Any]]) -> None:
-    """Describe a folder; a folder without this file is unfinished."""
+    Args:
+        key: of everything the content follows from.
+        facts: `name`, `held_out`, `bos_id`, `eos_id` and `bad`.
+        shards: the descriptions that `make_shard` gave, in order.
+    """
+    splits = {split: [shard.get(split) for shard in shards] for split in SPLITS}
     body = {
-        "format": "llmtrain-tokens",
+        "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "key": key,
         "dtype": token_dtype(tokenizer.vocab_size).str,
+        **facts,
+        "splits": {split: _split_facts(parts) for split, parts in splits.items()},
         "tokenizer": tokenizer.to_json(),
-        "splits": {name: dict(split) for name, split in splits.items()},
     }
-    with (folder / METADATA).open("w", encoding="utf-8") as file:
-        json.dump({"sha256": _canonical_hash(body), **body}, file)
-        _sync(file)
+    write_json(folder / METADATA, body)
 
 
-def open_prepared(folder: Path, key: str, status: Callable[[str], None]) -> Prepared:
-    """Open a folder and check every size, border, id and checksum in it.
+def is_prepared(folder: Path) -> bool:
+    """Whether a folder says that it holds tokens prepared by this program, of whatever version."""
+    try:
+        body = json.loads((folder / METADATA).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(body, dict) and body.get("format") == FORMAT
+
+
+def is_complete(folder: Path, key: str) -> bool:
+    """Whether a folder has its description, which comes last."""
+    try:
+        return bool(read_json(folder / METADATA)["key"] == key)
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def expected_files(folder: Path) -> set[str]:
+    """Names of the files that belong to a described folder."""
+    body = read_json(folder / METADATA)
+    names = {METADATA, *([BAD_RECORDS] if body["bad_sha256"] else [])}
+    for split, facts in body["splits"].items():
+        for shard in facts["shards"]:
+            names |= {token_file(split, shard["index"])} if shard["tokens"] else set()
+            names |= {offsets_file(split, shard["index"])} if shard["documents"] else set()
+    return names
+
+
+def open_prepared(folder: Path, key: str | None, status: Callable[[str], None]) -> Prepared:
+    """Open a folder and check what is in it.
+
+    Args:
+        key: what the content has to follow from; None = whatever it holds.
 
     Raises:
         DamagedTokens: something in it is not as it was written; names the file, and the byte where that is known.
+        DataError: it was written by a newer version, or its tokenizer needs a package that is missing.
     """
     path = folder / METADATA
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-        stated = body.pop("sha256")
-        intact = stated == _canonical_hash(body) and body["key"] == key and body["format_version"] == FORMAT_VERSION
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise _damaged(path, f"it cannot be read ({type(error).__name__})") from error
-    if not intact:
-        raise _damaged(path, "its checksum or key is wrong")
+    body = _read_metadata(path, key)
     tokenizer = load_tokenizer(body["tokenizer"])
     dtype = token_dtype(tokenizer.vocab_size)
     if dtype != np.dtype(body["dtype"]):
         raise _damaged(path, f"tokens are stored as {body['dtype']} where {tokenizer.vocab_size} ids need {dtype.str}")
     status(f"checking prepared tokens in {folder}")
-    train, validation = (_open_split(folder, split, body["splits"][split], dtype, tokenizer.vocab_size) for split in SPLITS)
-    return Prepared(tokenizer, train, validation)
+    opener = _Opener(folder, dtype, tokenizer.vocab_size, status)
+    shards = {split: body["splits"][split]["shards"] for split in SPLITS}
+    opener.check_files(shards)
+    train, validation = (opener.open_split(split, body["splits"][split]) for split in SPLITS)
+    return Prepared(
+        folder=folder,
+        name=body["name"],
+        held_out=body["held_out"],
+        tokenizer=tokenizer,
+        dtype=dtype.name,
+        train=train,
+        validation=validation,
+        bad=body["bad"],
+    )
 
 
-def _open_split(folder: Path, split: str, stated: Mapping[str, Any], dtype: np.dtype[Any], vocab_size: int) -> PreparedSplit:
-    tokens = _map(folder / f"{split}.tokens", dtype, stated["tokens"])
-    offsets = _map(folder / f"{split}.offsets", np.dtype("<i8"), stated["documents"] + 1)
-    digest = hashlib.sha256()
-    for start in range(0, len(tokens), _CHECK_TOKENS):
-        part = tokens[start : start + _CHECK_TOKENS]
-        if int(part.max()) >= vocab_size:
-            place = start + int(np.argmax(part >= vocab_size))
-            rule = f"id {int(tokens[place])} at byte {place * dtype.itemsize} is outside the vocabulary of {vocab_size}"
-            raise _damaged(folder / f"{split}.tokens", rule)
-        digest.update(part.data)
-    if digest.hexdigest() != stated["tokens_sha256"]:
-        raise _damaged(folder / f"{split}.tokens", "its checksum is wrong")
-    if hashlib.sha256(offsets.data).hexdigest() != stated["offsets_sha256"]:
-        raise _damaged(folder / f"{split}.offsets", "its checksum is wrong")
-    both = hashlib.sha256(f"{stated['tokens_sha256']}/{stated['offsets_sha256']}".encode()).hexdigest()
-    return PreparedSplit(TokenStream(tokens, offsets), stated["source_bytes"], tuple(stated["byte_counts"]), both)
+def mark_checked(folder: Path) -> None:
+    """Note that the files of a large folder are as they were written, so that opening it need not read them all."""
+    body = read_json(folder / METADATA)
+    sizes = [shard["tokens"] for facts in body["splits"].values() for shard in facts["shards"]]
+    if sum(sizes) * np.dtype(body["dtype"]).itemsize > FULL_CHECK_BYTES:
+        _write_marker(folder, _stamps(folder, {split: facts["shards"] for split, facts in body["splits"].items()}))
 
 
-def _map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+def _read_metadata(path: Path, key: str | None) -> dict[str, Any]:
     try:
-        size = path.stat().st_size
-        if size != count * dtype.itemsize:
-            raise _damaged(path, f"it has {size} bytes where {count * dtype.itemsize} were written")
-        return np.asarray(np.memmap(path, dtype=dtype, mode="r")) if size else np.empty(0, dtype)
-    except OSError as error:
-        raise _damaged(path, f"it cannot be read ({error.strerror})") from error
+        body = read_json(path)
+        version = body["format_version"]
+        intact = body["format"] == FORMAT and key in (None, body["key"])
+    except (OSError, ValueError, KeyError) as error:
+        raise _damaged(path, f"it cannot be read ({error})") from error
+    if version != FORMAT_VERSION:
+        rule = f"it has format version {version}; this version of llmtrain reads {FORMAT_VERSION}"
+        raise DataError(Problem(str(path), rule, "prepare the text again, or use the version of llmtrain that wrote it"))
+    if not intact:
+        raise _damaged(path, "it describes other tokens")
+    return body
+
+
+def _split_facts(parts: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
+    """Totals of a split, and its shards without what is only needed in total."""
+    filled = [(index, part) for index, part in enumerate(parts) if part is not None]
+    kept = ("tokens", "documents", "tokens_sha256", "offsets_sha256")
+    totals = {name: sum(part[name] for _, part in filled) for name in ("tokens", "documents", "source_bytes")}
+    counts = np.sum([np.zeros(256, np.int64), *(np.array(part["byte_counts"], np.int64) for _, part in filled)], axis=0)
+    shards = [{"index": index, **{name: part[name] for name in kept}} for index, part in filled]
+    return {**totals, "byte_counts": counts.tolist(), "shards": shards}
+
+
+class _Opener:
+    """Checks and opens the shards of a folder."""
+
+    def __init__(self, folder: Path, dtype: np.dtype[Any], vocab_size: int, status: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._dtype = dtype
+        self._vocab_size = vocab_size
+        self._status = status
+
+    def check_files(self, shards: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Sizes and borders always; the tokens themselves if the folder is small or not known to be as it was written."""
+        total = 0
+        for split, shard in _each(shards):
+            self._check_size(token_file(split, shard["index"]), shard["tokens"] * self._dtype.itemsize)
+            self._check_size(offsets_file(split, shard["index"]), shard["documents"] * _OFFSET_DTYPE.itemsize)
+            total += shard["tokens"] * self._dtype.itemsize
+        for split, shard in _each(shards):
+            self._check_offsets(split, shard)
+        if total > FULL_CHECK_BYTES and _read_marker(self._folder) == _stamps(self._folder, shards):
+            return
+        done = 0
+        for split, shard in _each(shards):
+            self._status(f"checking prepared tokens in {self._folder}: {done / max(1, total):.0%}")
+            self._check_tokens(split, shard)
+            done += shard["tokens"] * self._dtype.itemsize
+        if total > FULL_CHECK_BYTES:
+            # A folder that may only be read is read through each time.
+            with suppress(OSError):
+                _write_marker(self._folder, _stamps(self._folder, shards))
+
+    def open_split(self, split: str, facts: Mapping[str, Any]) -> PreparedSplit:
+        """One split as memory maps."""
+        shards = facts["shards"]
+        digest = hashlib.sha256()
+        for shard in shards:
+            digest.update(f"{shard['tokens_sha256']}/{shard['offsets_sha256']}\n".encode())
+        return PreparedSplit(
+            parts=tuple(self._map(token_file(split, shard["index"]), self._dtype, shard["tokens"]) for shard in shards),
+            offsets=lambda: self._read_offsets(split, shards),
+            documents=facts["documents"],
+            source_bytes=facts["source_bytes"],
+            byte_counts=tuple(facts["byte_counts"]),
+            sha256=digest.hexdigest(),
+        )
+
+    def _read_offsets(self, split: str, shards: Sequence[Mapping[str, Any]]) -> NDArray[np.int64]:
+        parts, base = [], 0
+        for shard in shards:
+            parts.append(self._map(offsets_file(split, shard["index"]), _OFFSET_DTYPE, shard["documents"]) + base)
+            base += shard["tokens"]
+        return np.concatenate([*parts, np.array([base])]).astype(np.int64)
+
+    def _map(self, name: str, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+        return map_file(self._folder / name, dtype, 0, count)
+
+    def _check_size(self, name: str, expected: int) -> None:
+        path = self._folder / name
+        try:
+            size = path.stat().st_size if expected else 0
+        except OSError as error:
+            raise _damaged(path, f"it cannot be read ({error.strerror})") from error
+        if size != expected:
+            raise _damaged(path, f"it has {size} bytes where {expected} were written")
+
+    def _check_offsets(self, split: str, shard: Mapping[str, Any]) -> None:
+        name = offsets_file(split, shard["index"])
+        starts = self._map(name, _OFFSET_DTYPE, shard["documents"])
+        if len(starts) and hashlib.sha256(starts.data).hexdigest() != shard["offsets_sha256"]:
+            raise _damaged(self._folder / name, "its checksum is wrong")
+
+    def _check_tokens(self, split: str, shard: Mapping[str, Any]) -> None:
+        path = self._folder / token_file(split, shard["index"])
+        tokens = self._map(path.name, self._dtype, shard["tokens"])
+        digest = hashlib.sha256()
+        for start in range(0, len(tokens), _BLOCK_TOKENS):
+            part = tokens[start : start + _BLOCK_TOKENS]
+            if int(part.max()) >= self._vocab_size:
+                place = start + int(np.argmax(part >= self._vocab_size))
+                byte = place * self._dtype.itemsize
+                raise _damaged(path, f"id {int(tokens[place])} at byte {byte} is outside the vocabulary of {self._vocab_size}")
+            digest.update(part.data)
+        if len(tokens) and digest.hexdigest() != shard["tokens_sha256"]:
+            raise _damaged(path, "its checksum is wrong")
+
+
+def _each(shards: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    return ((split, shard) for split, parts in shards.items() for shard in parts)
+
+
+def _stamps(folder: Path, shards: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[int]]:
+    """Size and time of every token file."""
+    stamps = {}
+    for split, shard in _each(shards):
+        if shard["tokens"]:
+            name = token_file(split, shard["index"])
+            facts = (folder / name).stat()
+            stamps[name] = [facts.st_size, facts.st_mtime_ns]
+    return stamps
+
+
+def _read_marker(folder: Path) -> Any:
+    try:
+        return read_json(folder / CHECKED)["files"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _write_marker(folder: Path, stamps: Mapping[str, list[int]]) -> None:
+    write_json(folder / CHECKED, {"files": stamps})
 
 
 def _damaged(path: Path, rule: str) -> DamagedTokens:
-    return DamagedTokens(Problem(str(path), rule))
-
-
-def _canonical_hash(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _sync(file: IO[Any]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    return DamagedTokens(Problem(str(path), rule, "prepare the text again"))

@@ -12,8 +12,15 @@ INTERVAL_SECONDS = 2.0
 class Heartbeat:
     """Reports the latest status line every `interval_seconds` from a thread of its own, while the `with` block runs."""
 
-    def __init__(self, progress: Callable[[str], None], interval_seconds: float = INTERVAL_SECONDS) -> None:
+    def __init__(
+        self,
+        progress: Callable[[str], None],
+        interval_seconds: float = INTERVAL_SECONDS,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        """`progress` gets statuses, `say` what should stay; without it both go the same way."""
         self._progress = progress
+        self._say = say or progress
         self._interval_seconds = interval_seconds
         self._status = ""
         self._done = threading.Event()
@@ -26,7 +33,7 @@ class Heartbeat:
     def say(self, text: str) -> None:
         """Show a line at once."""
         self._status = text
-        self._progress(text)
+        self._say(text)
 
     def __enter__(self) -> Heartbeat:
         self._thread.start()

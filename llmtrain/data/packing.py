@@ -18,13 +18,16 @@ the padding has the id -1, so it is never attended to by text and each padding p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.config.typed import Packing
+from llmtrain.config.typed_data import Packing
+from llmtrain.data.token_array import TokenArray
 from llmtrain.ops.cross_entropy import IGNORE_INDEX
 
 PADDING_TOKEN = 0
@@ -59,14 +62,23 @@ class Rows(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class TokenStream:
-    """Tokens of one split, document after document; both arrays may be memory maps."""
+    """Tokens of one split, document after document.
 
-    tokens: NDArray[np.generic]
-    """[N], any unsigned integer type."""
-    offsets: NDArray[np.int64]
-    """[D + 1]: document d is tokens[offsets[d] : offsets[d + 1]]."""
+    Args:
+        tokens: N of them.
+        offsets: [D + 1], document d is tokens [offsets[d], offsets[d + 1]); or what finds them. That is called when a packing rule
+            first asks for documents, since it may have to read every token.
+    """
+
+    def __init__(self, tokens: TokenArray, offsets: NDArray[np.int64] | Callable[[], NDArray[np.int64]]) -> None:
+        self.tokens = tokens
+        self._offsets = offsets
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """[D + 1] document borders, from 0 to N."""
+        return self._offsets() if callable(self._offsets) else np.asarray(self._offsets, dtype=np.int64)
 
 
 def pack(stream: TokenStream, packing: Packing, sequence_length: int) -> Rows:
@@ -104,7 +116,7 @@ class DocumentRows:
     """Packing `document`."""
 
     def __init__(self, stream: TokenStream, sequence_length: int) -> None:
-        self._offsets = np.asarray(stream.offsets, dtype=np.int64)
+        self._offsets = stream.offsets
         self._rows = ConcatRows(stream, sequence_length)
         self._length = sequence_length
         self._last = self._rows.num_targets
@@ -139,7 +151,7 @@ class PaddedRows:
 
     def __init__(self, stream: TokenStream, sequence_length: int) -> None:
         self._tokens = stream.tokens
-        self._offsets = np.asarray(stream.offsets, dtype=np.int64)
+        self._offsets = stream.offsets
         self._length = sequence_length
         pieces = -(-np.maximum(np.diff(self._offsets) - 1, 0) // sequence_length)  # [D] rows of each document
         self._first_rows = np.concatenate([np.zeros(1, np.int64), np.cumsum(pieces)])  # [D + 1]
@@ -168,12 +180,12 @@ def _targets_inside_documents(offsets: NDArray[np.int64]) -> int:
 
 
 def _gather(
-    stream: NDArray[np.generic], starts: NDArray[np.int64], stops: NDArray[np.int64], length: int
+    stream: TokenArray, starts: NDArray[np.int64], stops: NDArray[np.int64], length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Inputs stream[start : stop] and the targets one later, filled up with padding to `length`: two arrays [B, T]."""
     places = starts[:, None] + np.arange(length + 1)  # [B, T + 1]
     full = bool((stops - starts == length).all())
-    values = stream[places if full else np.minimum(places, len(stream) - 1)].astype(np.int64)
+    values = stream.read(places if full else np.minimum(places, len(stream) - 1))
     tokens, targets = values[:, :-1], values[:, 1:]
     if not full:
         padding = places[:, :-1] >= stops[:, None]

@@ -1,260 +1,280 @@
-"""Text becomes tokens once: a cache of prepared folders, keyed by the text and every setting that changes the ids.
+"""Text becomes tokens once: prepared folders, keyed by the text and every setting that changes the ids.
 
-A folder is written under a staging name, flushed to the disk and then renamed, so a half-written one is never seen and two
-processes that prepare the same text both succeed: the second finds the first one's folder and uses it. A folder that fails its
-checks is moved aside and prepared again, with a message.
+Shards are made side by side in a staging folder that the same command finds again after a kill; when all are there the folder is
+described and renamed, so a half-made one is never taken for tokens. What comes out is the same to the byte for any number of
+processes, kills and orders. A folder of the cache that fails its checks is taken away and made again, with a message.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
-import os
 import shutil
-import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
-from llmtrain.config.errors import Problem, StorageError
+from llmtrain.config.errors import DataError, Problem, StorageError
 from llmtrain.config.paths import user_path
-from llmtrain.config.typed import DataConfig, TokenizerConfig
-from llmtrain.data.formats import FORMAT_VERSION, SPLITS, DamagedTokens, Prepared, SplitWriter, open_prepared, write_metadata
+from llmtrain.config.typed_data import (
+    DataConfig,
+    LearntTokenizerConfig,
+    OnBad,
+    PluginData,
+    PrepareConfig,
+    RecordData,
+    TextSource,
+    TokenizerConfig,
+)
+from llmtrain.data.formats import (
+    BAD_RECORDS,
+    DamagedTokens,
+    Prepared,
+    expected_files,
+    is_complete,
+    mark_checked,
+    open_prepared,
+    write_metadata,
+)
+from llmtrain.data.framing import settle_framing
 from llmtrain.data.heartbeat import Heartbeat
-from llmtrain.data.sources import Document, Scan, check_unchanged, read_blocks
-from llmtrain.data.tokenizer import Tokenizer, train_tokenizer
+from llmtrain.data.meter import PreparationMeter, count
+from llmtrain.data.plugin_documents import written_documents
+from llmtrain.data.shards import (
+    FORMAT_VERSION,
+    BadRecords,
+    FileWriter,
+    ShardSettings,
+    bad_file,
+    describe_bad,
+    read_json,
+    write_json,
+)
+from llmtrain.data.sources import VALIDATION_PATH
+from llmtrain.data.staging import STAGING, cache_folder, locked, publish, remove_abandoned, set_aside
+from llmtrain.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, train_tokenizer
+from llmtrain.data.units import SPLITS, Text, WorkUnit, find_text
+from llmtrain.data.workers import choose_workers, make_shards
 
-GROUP_CHARACTERS = 1 << 22
-"""Text handed to the tokenizer at once, so that one with threads can use them."""
 MAX_ATTEMPTS = 5
 """A second attempt opens what the first one made; more are needed only if other processes damage or move the same folder."""
-_STAGING = ".staging-"
+LEARNT = "learnt.json"
+"""The vocabulary of an unfinished preparation, so that it is learnt once."""
 
 
 @dataclass(frozen=True)
-class Framing:
-    """Which special tokens stand around a document."""
+class Preparation:
+    """One text, one way to tokenize it and the folder that gets the tokens."""
 
-    bos: bool
-    eos: bool
+    text: Text
+    data: DataConfig
+    tokenizer: Tokenizer | LearntTokenizerConfig
+    settings: PrepareConfig
+    folder: Path
+    key: str
+    """Of everything the content of the folder follows from."""
+    shard_key: str
+    """The same without what only decides how bad records are dealt with: their shards can be taken over."""
+
+    @property
+    def staging(self) -> Path:
+        """Where the shards are made; in the cache the same for every way to deal with bad records."""
+        own = "" if self.settings.path is None else f"{self.folder.name}-"
+        return self.folder.with_name(f"{STAGING}{own}{self.shard_key[:32]}")
+
+    @property
+    def on_bad(self) -> OnBad:
+        """What to do with a record that is no document."""
+        source = self.data.source
+        return source.on_bad if isinstance(source, RecordData) else OnBad.ERROR
 
 
-def prepare(scan: Scan, data: DataConfig, tokenizer: TokenizerConfig, cache_dir: Path, beat: Heartbeat) -> Prepared:
-    """The prepared tokens of a scanned source, from the cache or made now.
+def find_preparation(
+    data: DataConfig, tokenizer: TokenizerConfig | Tokenizer, settings: PrepareConfig, beat: Heartbeat
+) -> Preparation:
+    """Look at the text and settle where its tokens belong.
 
     Raises:
-        DataError: text or tokenizer at fault.
-        StorageError: the cache folder cannot be written.
+        ConfigError: a path in a home folder that is not there.
+        DataError: no text, a tokenizer that cannot be read or that lacks a special token.
     """
-    key = cache_key(scan, data, tokenizer)
+    if isinstance(data.source, PluginData):
+        data = replace(data, source=written_documents(data.source, beat))
+    source = cast(TextSource, data.source)
+    beat.status("reading the text")
+    text = find_text(source, settings.shard_bytes)
+    known = tokenizer if isinstance(tokenizer, Tokenizer) else make_tokenizer(tokenizer)
+    maker = known or cast(LearntTokenizerConfig, tokenizer)
+    identity: dict[str, Any] = {"format_version": FORMAT_VERSION, "text": text.identity, **_tokenizing(data, maker)}
+    shard_key = _hash(identity)
+    key = _hash({**identity, "on_bad": source.on_bad.value if isinstance(source, RecordData) else None})
+    if settings.path is None:
+        folder = cache_folder(source.cache_dir) / key[:32]
+    else:
+        folder = user_path(settings.path, f"prepare.path={settings.path}")
+    return Preparation(text, data, maker, settings, folder, key, shard_key)
+
+
+def prepare(job: Preparation, beat: Heartbeat) -> Prepared:
+    """The prepared tokens of a text, from its folder or made now.
+
+    Raises:
+        DataError: text or tokenizer at fault, or a worker that was killed.
+        StorageError: the folder cannot be written, or holds something else.
+    """
     try:
-        return _open_or_build(scan, tokenizer, Framing(data.bos, data.eos), cache_dir / key[:32], key, beat)
+        return _open_or_make(job, beat)
     except OSError as error:
-        raise StorageError(
-            Problem(f"prepared tokens in {cache_dir}", f"{error.strerror or error}", "data.cache_dir=FOLDER with room to write")
-        ) from error
+        cure = "data.cache_dir=FOLDER" if job.settings.path is None else "prepare.path=FOLDER"
+        where = f"prepared tokens in {job.folder.parent}"
+        raise StorageError(Problem(where, f"{error.strerror or error}", f"{cure} with room to write")) from error
 
 
-def cache_key(scan: Scan, data: DataConfig, tokenizer: TokenizerConfig) -> str:
-    """SHA-256 over everything the ids depend on: text, split, tokenizer, special tokens and the format; not over file names."""
-    settings = {
-        "format_version": FORMAT_VERSION,
-        "train": [(d.file.sha256, d.start, d.stop) for d in scan.train],
-        "validation": [(d.file.sha256, d.start, d.stop) for d in scan.validation],
-        "tokenizer": asdict(tokenizer),
-        "bos": data.bos,
-        "eos": data.eos,
-    }
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+def _tokenizing(data: DataConfig, maker: Tokenizer | LearntTokenizerConfig) -> dict[str, Any]:
+    """How text becomes ids, as JSON."""
+    if isinstance(maker, Tokenizer):
+        return {"tokenizer": maker.fingerprint, "framing": asdict(settle_framing(data, maker))}
+    # Learnt tokenizers have a begin-of-text token that is not their end-of-text token.
+    return {"tokenizer": asdict(maker), "framing": [data.bos is not False, data.eos]}
 
 
-def cache_folder(cache_dir: str | None) -> Path:
-    """Where prepared tokens are kept: `data.cache_dir`, else `llmtrain` under the user's cache folder (XDG Base Directory rules).
-
-    Raises:
-        ConfigError: it lies in a home folder that is not there.
-    """
-    if cache_dir is not None:
-        return user_path(cache_dir, f"data.cache_dir={cache_dir}")
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):
-        return Path(base) / "llmtrain"
-    return user_path("~/.cache/llmtrain", "no data.cache_dir", "data.cache_dir=FOLDER")
-
-
-def _open_or_build(scan: Scan, config: TokenizerConfig, framing: Framing, folder: Path, key: str, beat: Heartbeat) -> Prepared:
-    for _ in range(MAX_ATTEMPTS):
-        if folder.exists():
+def _open_or_make(job: Preparation, beat: Heartbeat) -> Prepared:
+    for attempt in range(MAX_ATTEMPTS):
+        if _is_there(job.folder):
             try:
-                return open_prepared(folder, key, beat.status)
+                return replace(open_prepared(job.folder, job.key, beat.status), is_new=attempt > 0)
             except DamagedTokens as damage:
-                found = damage.problems[0]
-                beat.say(f"prepared tokens are damaged and will be made again: {found.what}: {found.rule}")
-                _set_aside(folder)
-        _remove_abandoned(folder)
-        with _staging(folder) as staging:
-            _build(scan, config, framing, staging, key, beat)
-            _publish(staging, folder)
-    raise StorageError(
-        Problem(str(folder), f"another process moved or damaged it {MAX_ATTEMPTS} times", "data.cache_dir=FOLDER")
-    )
-
-
-def _build(scan: Scan, config: TokenizerConfig, framing: Framing, staging: Path, key: str, beat: Heartbeat) -> None:
-    beat.say(f"preparing tokens of {scan.name} (once; kept in {staging.parent})")
-    tokenizer = train_tokenizer(config, lambda: _texts(scan.train, "learning the vocabulary", beat))
-    splits = {}
-    for split, documents in zip(SPLITS, (scan.train, scan.validation)):
-        splits[split] = write_split(staging, split, documents, tokenizer, framing, beat)
-    check_unchanged(scan.files)
-    write_metadata(staging, key, tokenizer, splits)
-    _sync_folder(staging)
-
-
-def write_split(
-    folder: Path, split: str, documents: Sequence[Document], tokenizer: Tokenizer, framing: Framing, beat: Heartbeat
-) -> dict[str, Any]:
-    """Encode documents into one token file; returns its description for the metadata.
-
-    Every document becomes [BOS?] text [EOS?], each exactly once: also an empty one and one that is read in several blocks.
-    """
-    byte_counts = np.zeros(256, dtype=np.int64)
-    total = sum(document.stop - document.start for document in documents)
-    with (folder / f"{split}.tokens").open("wb") as file:
-        writer = SplitWriter(file, split, tokenizer.vocab_size)
-        for group in _groups(_blocks(documents)):
-            for block, ids in zip(group, tokenizer.encode_many([block.text for block in group])):
-                byte_counts += np.bincount(np.frombuffer(block.text.encode(), dtype=np.uint8), minlength=256)
-                writer.add(_framed(ids, block, tokenizer, framing))
-                if block.ends:
-                    writer.end_document()
-            beat.status(f"tokenizing {split} text: {int(byte_counts.sum()) / max(1, total):.0%}")
-        description = writer.finish(folder / f"{split}.offsets")
-    return {**description, "source_bytes": int(byte_counts.sum()), "byte_counts": byte_counts.tolist()}
-
-
-@dataclass(frozen=True)
-class _Block:
-    text: str
-    begins: bool
-    """Whether a document begins here."""
-    ends: bool
-
-
-def _blocks(documents: Iterable[Document]) -> Iterator[_Block]:
-    for document in documents:
-        texts = read_blocks(document)
-        text, begins = next(texts, ""), True
-        for following in texts:
-            yield _Block(text, begins, ends=False)
-            text, begins = following, False
-        yield _Block(text, begins, ends=True)
-
-
-def _groups(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
-    group: list[_Block] = []
-    size = 0
-    for block in blocks:
-        group.append(block)
-        size += len(block.text)
-        if size >= GROUP_CHARACTERS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
-def _framed(ids: NDArray[np.int64], block: _Block, tokenizer: Tokenizer, framing: Framing) -> NDArray[np.int64]:
-    """The ids with the special tokens that belong to this block of a document."""
-    before = [tokenizer.bos_id] if framing.bos and block.begins else []
-    after = [tokenizer.eos_id] if framing.eos and block.ends else []
-    return np.concatenate([np.array(before, dtype=np.int64), ids, np.array(after, dtype=np.int64)])
-
-
-def _texts(documents: tuple[Document, ...], doing: str, beat: Heartbeat) -> Iterator[str]:
-    total, done = sum(document.stop - document.start for document in documents), 0
-    for document in documents:
-        yield from read_blocks(document)
-        done += document.stop - document.start
-        beat.status(f"{doing}: {done / total:.0%} of the text read")
-
-
-def _publish(staging: Path, folder: Path) -> None:
-    """Give a finished folder its name, unless another process was faster."""
-    try:
-        os.rename(staging, folder)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-    _sync_folder(folder.parent)
-
-
-def _set_aside(folder: Path) -> None:
-    """Take a damaged folder out of the way; another process may have done so already."""
-    with _staging(folder) as aside:
+                _remove_damaged(job, damage, beat)
         try:
-            os.rename(folder, aside / "damaged")
+            with locked(job.staging, beat.status):
+                # Another process may have finished while this one waited.
+                if not _is_there(job.folder):
+                    _make(job, beat)
         except FileNotFoundError:
-            return
+            # Where there are no locks another process can finish, and rename, the folder that this one works on.
+            if attempt == MAX_ATTEMPTS - 1:
+                raise
+    rule = f"another process moved or damaged it {MAX_ATTEMPTS} times"
+    raise StorageError(Problem(str(job.folder), rule, "data.cache_dir=FOLDER"))
 
 
-@contextmanager
-def _staging(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`, locked while it is in use and gone afterwards unless it was renamed."""
-    staging, handle = _locked_folder(folder)
+def _is_there(folder: Path) -> bool:
+    """Whether something lies in a folder; an empty one may be filled."""
+    return folder.exists() and any(folder.iterdir())
+
+
+def _remove_damaged(job: Preparation, damage: DamagedTokens, beat: Heartbeat) -> None:
+    """Take a damaged folder of the cache away; a folder that the user named is not ours to remove."""
+    found = damage.problems[0]
+    if job.settings.path is not None:
+        rule = f"it is there and does not hold the tokens of this text: {found.what}: {found.rule}"
+        raise StorageError(Problem(f"prepare.path={job.settings.path}", rule, "prepare.path=NEW_FOLDER, or remove this one"))
+    beat.say(f"prepared tokens are damaged and will be made again: {found.what}: {found.rule}")
+    set_aside(job.folder)
+
+
+def _make(job: Preparation, beat: Heartbeat) -> None:
+    """Make the folder, or go on where an earlier process stopped."""
+    staging = job.staging
+    goes_on = staging.exists()
+    staging.mkdir(parents=True, exist_ok=True)
     try:
-        yield staging
+        if not is_complete(staging, job.key):
+            verb = "going on with preparing" if goes_on else "preparing"
+            where = job.folder.parent if job.settings.path is None else job.folder
+            beat.say(f"{verb} tokens of {job.text.name} (once; kept in {where})")
+            remove_abandoned(staging.parent, staging)
+            _fill(job, beat)
+        for name in {path.name for path in staging.iterdir()} - expected_files(staging):
+            (staging / name).unlink(missing_ok=True)
+        mark_checked(staging)
+        publish(staging, job.folder)
     finally:
-        os.close(handle)
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _locked_folder(folder: Path) -> tuple[Path, int]:
-    while True:
-        staging = folder.with_name(f"{_STAGING}{folder.name}-{uuid.uuid4().hex}")
-        staging.mkdir(parents=True)
-        try:
-            handle = os.open(staging, os.O_RDONLY)
-        except FileNotFoundError:
-            continue
-        with suppress(OSError):  # no locks on this file system: then nobody removes abandoned folders either
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        # Between its making and the lock another process may have taken the folder for an abandoned one.
-        if staging.exists():
-            return staging, handle
-        os.close(handle)
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove staging folders for the same tokens whose process was killed: nobody holds their lock."""
-    for staging in folder.parent.glob(f"{_STAGING}{folder.name}-*"):
-        try:
-            handle = os.open(staging, os.O_RDONLY)
-        except FileNotFoundError:
-            continue
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # What is finished is kept for the next try, and nothing else.
+        kept = (any(staging.glob("shard-*.json")), (staging / LEARNT).exists(), is_complete(staging, job.key))
+        if not any(kept):
             shutil.rmtree(staging, ignore_errors=True)
-        except OSError:
-            continue  # in use, or a file system that cannot tell
-        finally:
-            os.close(handle)
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _fill(job: Preparation, beat: Heartbeat) -> None:
+    tokenizer = _tokenizer(job, beat)
+    framing = settle_framing(job.data, tokenizer)
+    units = job.text.units(tokenizer.cuts_at_words)
+    num_workers = choose_workers(job.settings.workers, job.text.source_bytes, len(units))
+    meter = PreparationMeter([unit.source_bytes for unit in units], beat.status)
+    settings = ShardSettings(job.staging, job.shard_key, tokenizer, framing, job.on_bad)
+    shards = make_shards(settings, units, num_workers, meter.update)
+    job.text.check_unchanged()
+    bad = BadRecords()
+    for shard in shards:
+        bad.merge(shard["bad"])
+    _check_splits(job, shards, bad)
+    facts = {"name": job.text.name, "held_out": job.text.held_out, **asdict(framing), "bad": bad.to_dict()}
+    facts["bad_sha256"] = _join_copies(job, units)
+    write_metadata(job.staging, job.key, tokenizer, facts, shards)
+    beat.say(_summary(shards, bad, meter))
+
+
+def _tokenizer(job: Preparation, beat: Heartbeat) -> Tokenizer:
+    """The tokenizer, learnt from the training split if it is of that kind and an earlier process did not do so already."""
+    if isinstance(job.tokenizer, Tokenizer):
+        return job.tokenizer
+    path = job.staging / LEARNT
     try:
-        os.fsync(handle)
-    except OSError as error:
-        # Some network and FUSE file systems cannot do this and say so with EINVAL; there is nothing more to be had there.
-        if error.errno != errno.EINVAL:
-            raise
+        stored = read_json(path)
+        if stored["key"] == job.shard_key:
+            return load_tokenizer(stored["tokenizer"])
+    except (OSError, ValueError, KeyError):
+        pass
+    beat.status("learning the vocabulary")
+    tokenizer = train_tokenizer(job.tokenizer, job.text.training_text, beat.status)
+    write_json(path, {"key": job.shard_key, "tokenizer": tokenizer.to_json()})
+    return tokenizer
+
+
+def _check_splits(job: Preparation, shards: Sequence[Mapping[str, Any]], bad: BadRecords) -> None:
+    """Raise DataError for a split without documents."""
+    documents = {split: sum(shard[split]["documents"] for shard in shards if split in shard) for split in SPLITS}
+    for split, name, cure in zip(SPLITS, ("training", "validation"), ("lower", "raise")):
+        if not documents[split]:
+            facts = [f"{sum(documents.values())} documents", describe_bad(bad.to_dict()), job.text.held_out]
+            rule = f"nothing is left for {name}: {', '.join(fact for fact in facts if fact)}"
+            cure = f"{cure} data.validation_fraction, or data.validation_path=FILE_OR_FOLDER"
+            if job.text.held_out == VALIDATION_PATH:
+                cure = "a path that holds documents"
+            raise DataError(Problem(job.text.name, rule, cure))
+
+
+def _join_copies(job: Preparation, units: Sequence[WorkUnit]) -> str:
+    """One file with the copies of all bad records, in the order of the text; its SHA-256, empty where there are none."""
+    if job.on_bad is not OnBad.QUARANTINE:
+        return ""
+    writer = FileWriter(job.staging / BAD_RECORDS)
+    try:
+        for index in range(len(units)):
+            path = job.staging / bad_file(index)
+            if path.exists():
+                writer.write(path.read_bytes())
+        return writer.finish()
     finally:
-        os.close(handle)
+        writer.close()
+
+
+def _summary(shards: Sequence[Mapping[str, Any]], bad: BadRecords, meter: PreparationMeter) -> str:
+    """The line at the end: what there is now, and how fast it came."""
+    splits = [shard[split] for shard in shards for split in SPLITS if split in shard]
+    documents, tokens, source_bytes = (sum(split[name] for split in splits) for name in ("documents", "tokens", "source_bytes"))
+    parts = [
+        f"{documents:,} documents",
+        f"{count(tokens)} tokens",
+        f"{source_bytes / max(1, tokens):.2f} bytes/token",
+        meter.speed(),
+        f"{meter.seconds:.1f} s",
+    ]
+    described = describe_bad(bad.to_dict())
+    return " · ".join([*parts, *([described] if described else [])])
+
+
+def _hash(identity: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

@@ -3,7 +3,7 @@
 A file is one document. With at least MIN_DOCUMENTS_TO_SPLIT of them whole documents are held out: those whose SHA-256, read as
 a fraction, is below `validation_fraction`, so that a document stays on its side when others come and go, and copies of it go
 with it. With fewer the tail of every file is held out, from a line break near the wanted place; head and tail are then
-documents of their own.
+documents of their own. Where validation has a path of its own, nothing is held out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +21,13 @@ import numpy as np
 
 from llmtrain.config.errors import DataError, Problem
 from llmtrain.config.paths import user_path
-from llmtrain.config.typed import StdlibData, TextData
+from llmtrain.config.typed_data import StdlibData, TextData
 
 MIN_DOCUMENTS_TO_SPLIT = 20
 BLOCK_BYTES = 1 << 18
 """Text is read and encoded this much at a time, so that a document of any size takes little memory."""
+VALIDATION_PATH = "all of data.validation_path"
+"""How validation was chosen where it has a path of its own."""
 LINE_BREAK_SEARCH_BYTES = 1 << 20
 STDLIB_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
@@ -71,41 +73,60 @@ def scan_source(source: StdlibData | TextData) -> Scan:
     """Read every file once: which are text, what they contain, how they are split.
 
     Raises:
-        ConfigError: the path names a home folder that is not there.
+        ConfigError: a path names a home folder that is not there.
         DataError: nothing there, a file that cannot be read, a single file that is not UTF-8 or empty, or a split without text.
     """
     skipped: Counter[str] = Counter()
     if isinstance(source, StdlibData):
-        root, name, unit, setting = Path(sysconfig.get_path("stdlib")), "Python's own library", "whole modules", "data=stdlib"
+        root = Path(sysconfig.get_path("stdlib"))
         paths = [path for path in _walk(root, STDLIB_SKIPPED_FOLDERS, skipped) if _is_library_module(path)]
-    else:
-        unit, setting = "whole files", f"data.path={source.path}"
-        root = user_path(source.path, setting)
-        name = root.name or str(root)
-        paths = _text_paths(root, setting, skipped)
+        files = _scan_files(root, paths, "data=stdlib", skipped)
+        # What is left out of the standard library is ours to choose; what is left out of somebody's folder is worth a word.
+        return _split("Python's own library", files, "data=stdlib", source.validation_fraction, "whole modules", Counter())
+    setting = f"data.path={source.path}"
+    root, files = _scan_path(source.path, setting, skipped)
+    name = root.name or str(root)
+    if source.validation_path is None:
+        return _split(name, files, setting, source.validation_fraction, "whole files", skipped)
+    _, held_out = _scan_path(source.validation_path, f"data.validation_path={source.validation_path}", skipped)
+    train, validation = (tuple(Document(file, 0, file.size) for file in side) for side in (files, held_out))
+    return Scan(name, train, validation, VALIDATION_PATH, skipped)
+
+
+def _scan_path(path: str, setting: str, skipped: Counter[str]) -> tuple[Path, list[SourceFile]]:
+    root = user_path(path, setting)
+    return root, _scan_files(root, _text_paths(root, setting, skipped), setting, skipped)
+
+
+def _scan_files(root: Path, paths: list[Path], setting: str, skipped: Counter[str]) -> list[SourceFile]:
     files = [file for path in paths if (file := _scan_file(path, skipped, alone=path == root)) is not None]
     if not files:
-        raise DataError(Problem(setting, f"no text in {root}{_because(skipped)}", "data.path=FILE_OR_FOLDER with UTF-8 text"))
+        cure = f"{setting.partition('=')[0]}=FILE_OR_FOLDER with UTF-8 text"
+        raise DataError(Problem(setting, f"no text in {root}{_because(skipped)}", cure))
+    return files
+
+
+def _split(name: str, files: list[SourceFile], setting: str, fraction: float, unit: str, skipped: Counter[str]) -> Scan:
+    """Hold documents out, or tails where there are few."""
     if len(files) >= MIN_DOCUMENTS_TO_SPLIT:
-        train, validation = _split_by_content(files, source.validation_fraction)
+        train, validation = _split_by_content(files, fraction)
         held_out = f"{unit} held out"
     else:
-        train, validation = _split_tails(files, source.validation_fraction)
+        train, validation = _split_tails(files, fraction)
         held_out = "the tail of each file held out" if len(files) > 1 else "the tail of the file held out"
     for split, documents, cure in (("training", train, "lower"), ("validation", validation, "raise")):
         if not documents:
-            rule = f"nothing is left for {split} ({len(files)} files, validation_fraction={source.validation_fraction:g})"
+            rule = f"nothing is left for {split} ({len(files)} files, validation_fraction={fraction:g})"
             raise DataError(Problem(setting, rule, f"{cure} data.validation_fraction, or give more text"))
-    # What is left out of the standard library is ours to choose; what is left out of somebody's folder is worth a word.
-    shown = Counter[str]() if isinstance(source, StdlibData) else skipped
-    return Scan(name, tuple(train), tuple(validation), held_out, shown)
+    return Scan(name, tuple(train), tuple(validation), held_out, skipped)
 
 
 def read_blocks(document: Document, block_bytes: int = BLOCK_BYTES) -> Iterator[str]:
     """The text of a document in pieces of at most `block_bytes` bytes that give it back when joined.
 
-    Cuts lie where a visible ASCII character is followed by white space: byte-level BPE never joins across such a place, so
-    encoding the pieces gives the ids of the whole. Only a word longer than a block is cut inside (between two characters).
+    Cuts lie where an ASCII letter or digit is followed by white space: tokenizers that say so (`cuts_at_words`) never join
+    across such a place, so encoding the pieces gives the ids of the whole. Only a word longer than a block is cut inside
+    (between two characters).
     """
     assert block_bytes >= 8
     left = document.stop - document.start
@@ -119,7 +140,7 @@ def read_blocks(document: Document, block_bytes: int = BLOCK_BYTES) -> Iterator[
                     raise _changed(document.file)
                 left -= len(data)
                 block = rest + data
-                cut = _last_cut(block) if left else len(block)
+                cut = last_cut(block) if left else len(block)
                 rest = block[cut:]
                 yield block[:cut].decode("utf-8")
     except OSError as error:
@@ -128,8 +149,28 @@ def read_blocks(document: Document, block_bytes: int = BLOCK_BYTES) -> Iterator[
         raise _changed(document.file) from error
 
 
-def check_unchanged(files: tuple[SourceFile, ...]) -> None:
-    """Raise DataError if a file is not what it was when it was scanned."""
+def cut_document(document: Document, piece_bytes: int) -> list[Document]:
+    """A document as pieces of at most `piece_bytes` bytes, cut at such places as `read_blocks` cuts at."""
+    assert piece_bytes >= 8
+    pieces, start = [], document.start
+    try:
+        with document.file.path.open("rb") as stream:
+            while document.stop - start > piece_bytes:
+                low = max(start, start + piece_bytes - BLOCK_BYTES)
+                stream.seek(low)
+                window = stream.read(start + piece_bytes - low)
+                if len(window) < start + piece_bytes - low:
+                    raise _changed(document.file)
+                stop = low + last_cut(window)
+                pieces.append(Document(document.file, start, stop))
+                start = stop
+    except OSError as error:
+        raise _unreadable(document.file.path, error) from error
+    return [*pieces, Document(document.file, start, document.stop)]
+
+
+def check_unchanged(files: Iterable[SourceFile]) -> None:
+    """Raise DataError if a file is not what it was when it was found."""
     for file in files:
         try:
             now = file.path.stat()
@@ -154,7 +195,7 @@ def describe_skipped(skipped: Counter[str]) -> str:
 
 
 def _text_paths(root: Path, setting: str, skipped: Counter[str]) -> list[Path]:
-    cure = "data.path=FILE_OR_FOLDER with UTF-8 text"
+    cure = f"{setting.partition('=')[0]}=FILE_OR_FOLDER with UTF-8 text"
     try:
         if root.is_dir():
             return _walk(root, frozenset(), skipped)
@@ -268,12 +309,14 @@ def _tail_start(file: SourceFile, fraction: float) -> int:
     return low + min(begins, key=lambda place: abs(place - middle)) if begins else file.size
 
 
-def _last_cut(block: bytes) -> int:
-    """Largest place at which a block may be cut: after visible ASCII and before white space, else before its last character."""
+def last_cut(block: bytes) -> int:
+    """Largest place at which UTF-8 may be cut: after an ASCII letter or digit and before white space, else before its last
+    character."""
     values = np.frombuffer(block, dtype=np.uint8)
-    visible = (values >= 0x21) & (values <= 0x7E)
+    letter = values | 0x20
+    word = ((letter >= 0x61) & (letter <= 0x7A)) | ((values >= 0x30) & (values <= 0x39))
     space = (values == 0x20) | ((values >= 0x09) & (values <= 0x0D))
-    cuts = np.flatnonzero(visible[:-1] & space[1:])
+    cuts = np.flatnonzero(word[:-1] & space[1:])
     if cuts.size:
         return int(cuts[-1]) + 1
     return int(np.flatnonzero(values & 0xC0 != 0x80)[-1])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.config.typed import Packing
+from llmtrain.config.typed_data import Packing
 from llmtrain.data.order import mix64, stream_keys
 from llmtrain.data.packing import RowArrays
 

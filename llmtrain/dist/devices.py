@@ -68,6 +68,11 @@ def cuda_missing_reason() -> str:
     return "" if torch.cuda.is_available() else "no usable CUDA device (is a driver loaded, is a device visible?)"
 
 
+def cuda_capability(device: str) -> tuple[int, int] | None:
+    """CUDA compute capability of the first device; None on a CPU, or where there is none to ask."""
+    return torch.cuda.get_device_capability(0) if device == "cuda" and not cuda_missing_reason() else None
+
+
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Model name of the processor, or `cpu` where the system does not tell."""
     return _cpuinfo_field("model name", cpuinfo) or "cpu"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,13 +108,18 @@ def read_metrics(path: Path) -> Metrics:
     Raises:
         StorageError: the file cannot be read.
     """
-    try:
-        with _lines(path) as lines:
-            found = [_parse(line) for line in lines if line.endswith(b"\n")]
-    except OSError as error:
-        raise _cannot("read", path, error) from error
+    found = list(_each_line(path))
     records = tuple(values for values in found if values is not None)
     return Metrics(records, len(found) - len(records))
+
+
+def each_record(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The records of `read_metrics` one after the other, so that a long file takes no memory.
+
+    Raises:
+        StorageError: the file cannot be read.
+    """
+    return (values for values in _each_line(path) if values is not None)
 
 
 def newest_record(path: Path) -> Mapping[str, Any] | None:
@@ -145,6 +150,15 @@ def finite_json(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [finite_json(item) for item in value]
     return value
+
+
+def _each_line(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The values of each line that has its end; None for one that is no record."""
+    try:
+        with _lines(path) as lines:
+            yield from (_parse(line) for line in lines if line.endswith(b"\n"))
+    except OSError as error:
+        raise _cannot("read", path, error) from error
 
 
 def _lines(path: Path) -> AbstractContextManager[Iterable[bytes]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from llmtrain.config.typed import ModelConfig
 from llmtrain.model.context import ForwardContext
 from llmtrain.model.layers import Linear, RMSNorm
-from llmtrain.ops.attention import AttentionDropout, attention_backend
+from llmtrain.ops.attention import AttentionBackend, AttentionDropout
 from llmtrain.ops.dtypes import DTYPES
 from llmtrain.ops.rotary import apply_rotary
 from llmtrain.plan.precision import PrecisionTable
@@ -20,11 +20,13 @@ from llmtrain.plan.precision import PrecisionTable
 class Attention(nn.Module):
     """Project to heads, turn queries and keys by their positions, attend, project back (Ainslie et al. 2023 for G < H)."""
 
-    def __init__(self, config: ModelConfig, precision: PrecisionTable, layer: int, backend: str, residual_std: float) -> None:
+    def __init__(
+        self, config: ModelConfig, precision: PrecisionTable, layer: int, backend: AttentionBackend, residual_std: float
+    ) -> None:
         super().__init__()
         heads, self.layer, self.matmul = config.attention, layer, DTYPES[precision.matmul]
         self.head_dim, self.dropout_probability = heads.head_dim, config.dropout.attention
-        self.backend = attention_backend(backend, dropout_probability=self.dropout_probability)
+        self.backend, self.window = backend, heads.window(layer)
 
         def project(num_heads: int) -> Linear:
             width = num_heads * heads.head_dim
@@ -43,7 +45,7 @@ class Attention(nn.Module):
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)  # [B, G, S, C]
         drop = AttentionDropout(self.dropout_probability, context.dropout_key, self.layer)
-        mixed = self.backend.function(query, key, value, context.allowed, drop)  # [B, H, T, C]
+        mixed = self.backend.function(query, key, value, context.masks[self.window], drop)  # [B, H, T, C]
         return self.out(mixed.transpose(1, 2).flatten(2))  # [B, T, D]
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from llmtrain.model.cache import KVCache
+from llmtrain.ops.attention_masks import Mask
 from llmtrain.ops.random import DropoutKey
 from llmtrain.ops.rotary import RotaryTable
 
@@ -17,8 +17,8 @@ class ForwardContext:
 
     rotary: RotaryTable | None
     """None when positions are learned."""
-    allowed: Tensor | None
-    """[B, 1, T, T] bool, the keys each query may see; None when each row is one document."""
+    masks: Mapping[int | None, Mask]
+    """By window of a layer: which keys a query may see, as the attention backend takes it."""
     dropout_key: DropoutKey | None
     """None when nothing is dropped."""
     cache: KVCache | None

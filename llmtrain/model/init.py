@@ -10,13 +10,20 @@ from torch import Tensor, nn
 
 from llmtrain.model.layers import Constant, Initial, Normal
 from llmtrain.model.transformer import Transformer
+from llmtrain.ops.attention import attention_backend
 from llmtrain.plan.plan import Plan
 
 
 def build_on_meta(plan: Plan) -> Transformer:
     """Build the planned model without memory for its parameters; `materialize` or a checkpoint gives them values."""
+    attention = attention_backend(
+        plan.attention_backend,
+        kernel=plan.attention_kernel,
+        dropout_probability=plan.model.dropout.attention,
+        options=plan.attention_options,
+    )
     with torch.device("meta"):
-        return Transformer(plan.model, plan.precision, plan.attention_backend)
+        return Transformer(plan.model, plan.precision, attention)
 
 
 def materialize(model: nn.Module, *, seed: int, device: torch.device | str) -> None:

@@ -19,7 +19,8 @@ from llmtrain.model.block import Block
 from llmtrain.model.cache import KVCache
 from llmtrain.model.context import ForwardContext
 from llmtrain.model.layers import Embedding, Linear, build_norm
-from llmtrain.ops.attention import document_mask
+from llmtrain.ops.attention import AttentionBackend, attention_backend
+from llmtrain.ops.attention_masks import Mask, MaskRequest
 from llmtrain.ops.dropout import dropout
 from llmtrain.ops.dtypes import DTYPES
 from llmtrain.ops.random import DropoutKey, Site
@@ -33,19 +34,22 @@ class Transformer(nn.Module):
     Args:
         config: shape, with `vocab_size` settled.
         precision: dtype of each kind of tensor.
-        attention_backend: a name of `ops/attention.py`; one that cannot do what `config` asks raises ConfigError.
+        attention: a backend of `ops/attention.py` or its name; one by name that cannot do what `config` asks raises ConfigError.
     """
 
-    def __init__(self, config: ModelConfig, precision: PrecisionTable, attention_backend: str) -> None:
+    def __init__(self, config: ModelConfig, precision: PrecisionTable, attention: AttentionBackend | str) -> None:
         super().__init__()
         assert config.vocab_size is not None, "the plan settles vocab_size before a model is built"
         self.config, self.precision = config, precision
+        if isinstance(attention, str):
+            attention = attention_backend(attention, dropout_probability=config.dropout.attention)
+        self.attention = attention
         matmul = DTYPES[precision.matmul]
         learned = config.position is PositionKind.LEARNED
         self.embed = Embedding(config.vocab_size, config.dim, std=config.init_std)
         self.position_embed = Embedding(config.max_positions, config.dim, std=config.init_std) if learned else None
         self.blocks = nn.ModuleDict(
-            {str(layer): Block(config, precision, layer, attention_backend) for layer in range(config.num_layers)}
+            {str(layer): Block(config, precision, layer, attention) for layer in range(config.num_layers)}
         )
         self.norm = build_norm(config, matmul)
         self.head = Linear(config.dim, config.vocab_size, bias=False, std=config.init_std, dtype=matmul)
@@ -84,7 +88,7 @@ class Transformer(nn.Module):
             positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]  # [1, T]
         context = ForwardContext(
             rotary=self._rotary_table(positions),
-            allowed=None if document_ids is None else document_mask(document_ids),
+            masks=self._masks(tokens, document_ids, 0 if cache is None else cache.length),
             dropout_key=dropout_key if self.training else None,
             cache=cache,
         )
@@ -102,7 +106,26 @@ class Transformer(nn.Module):
     def _rotary_table(self, positions: Tensor) -> RotaryTable | None:
         if self.config.position is not PositionKind.ROTARY:
             return None
-        return rotary_table(positions, self.config.attention.head_dim, self.config.rope_theta)
+        return rotary_table(positions, self.config.attention.head_dim, self.config.rope_theta, self.config.rope_scaling)
+
+    def _masks(self, tokens: Tensor, document_ids: Tensor | None, num_cached: int) -> dict[int | None, Mask]:
+        """One mask for each window that reaches less than all keys, and one for all other layers."""
+        num_queries, made = tokens.shape[1], {}
+        for window in dict.fromkeys(self.config.layer_windows):
+            shorter = window if window is not None and window < num_cached + num_queries else None
+            if shorter not in made:
+                made[shorter] = self.attention.make_mask(
+                    MaskRequest(
+                        document_ids=document_ids,
+                        window=shorter,
+                        num_queries=num_queries,
+                        num_keys=num_cached + num_queries,
+                        device=tokens.device,
+                        dtype=DTYPES[self.precision.matmul],
+                    )
+                )
+            made[window] = made[shorter]
+        return made
 
     def _embed(self, tokens: Tensor, positions: Tensor, document_ids: Tensor | None, context: ForwardContext) -> Tensor:
         x = self.embed(tokens)  # [B, T, D]

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llmtrain.config.typed import ChunkedLoss, LossConfig
+from llmtrain.config.errors import ConfigError, Problem
+from llmtrain.config.plugins import build, find
+from llmtrain.config.typed import ChunkedLoss, LossConfig, PluginLoss, ReferenceLoss
 from llmtrain.ops.dtypes import DTYPES
 from llmtrain.plan.precision import PrecisionTable
 
@@ -33,9 +35,26 @@ def build_loss(loss: LossConfig, precision: PrecisionTable) -> LossFunction:
         even NaN: they reach neither the loss nor a gradient.
     """
     matmul, logits = DTYPES[precision.matmul], DTYPES[precision.logits]
+    if isinstance(loss, PluginLoss):
+        return _from_plugin(loss)
     if isinstance(loss, ChunkedLoss):
         return partial(chunked_cross_entropy, matmul=matmul, logits=logits, chunk_size=loss.chunk_size)
     return partial(reference_cross_entropy, matmul=matmul, logits=logits)
+
+
+def build_score(loss: LossConfig, precision: PrecisionTable) -> LossFunction:
+    """What validation text is scored with: the same sum, also where a plugin trains on something else."""
+    return build_loss(ReferenceLoss() if isinstance(loss, PluginLoss) else loss, precision)
+
+
+def _from_plugin(loss: PluginLoss) -> LossFunction:
+    plugin = find("loss", loss.kind)
+    assert plugin is not None, "the config was frozen with this plugin installed"
+    function: LossFunction = build(plugin, loss.options)
+    if not callable(function):
+        rule = f"{plugin.package} made a {type(function).__name__} and not a function"
+        raise ConfigError(Problem(f"loss.kind={loss.kind}", rule, "a function as docs/plugins.md describes it"))
+    return function
 
 
 def reference_cross_entropy(

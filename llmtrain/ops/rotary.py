@@ -3,11 +3,15 @@
 Channel i of the first half is paired with channel i of the second half, the layout of Llama checkpoints. Nothing is stored: the
 angles are computed from integer positions in fp64 in every forward, so no cast of the model can round them.
 
-Legend: B batch (or 1), T positions, H heads, C channels of a head.
+Texts longer than a model was trained on need slower turns. Every known way keeps a share w of a pair's frequency and divides the
+rest by the factor of the stretch: frequency · (w + (1 - w) / factor). They differ in w alone.
+
+Legend: B batch (or 1), T positions, H heads, C channels of a head, L positions before the stretch.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from llmtrain.config.typed import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from llmtrain.ops.dtypes import at_least_fp32
 
 
@@ -28,15 +33,51 @@ class RotaryTable:
     """[B, T, 1, C / 2] fp32"""
 
 
-def rotary_table(positions: Tensor, head_dim: int, theta: float) -> RotaryTable:
-    """Angles position · theta^(-2i / head_dim) of channel pair i.
+def rotary_table(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> RotaryTable:
+    """cos and sin of position · frequency of each channel pair; YaRN scales both, which scales queries and keys.
 
     Args:
         positions: [B, T] or [1, T] integers.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim  # [C / 2]
-    angles = positions[:, :, None, None].double() * theta**-exponents  # [B, T, 1, C / 2]
-    return RotaryTable(angles.cos().float().repeat(1, 1, 1, 2), angles.sin().float())
+    frequencies = rotary_frequencies(head_dim, theta, scaling, positions.device)  # [C / 2]
+    angles = positions[:, :, None, None].double() * frequencies  # [B, T, 1, C / 2]
+    scale = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
+    return RotaryTable((angles.cos() * scale).float().repeat(1, 1, 1, 2), (angles.sin() * scale).float())
+
+
+def rotary_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | str | None = None
+) -> Tensor:
+    """Radians by which one position turns each channel pair: theta^(-2i / head_dim), stretched; [C / 2] fp64."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim  # [C / 2]
+    frequencies: Tensor = theta**-exponents
+    if scaling is None:
+        return frequencies
+    kept = _share_kept(frequencies, theta, scaling)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def _share_kept(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """w of the module's docstring for each channel pair, [C / 2] fp64.
+
+    linear (Chen et al. 2023): 0. llama3 (Llama 3.1): rises with the turns that a pair makes over L positions. yarn (Peng et al. 2023):
+    falls with the pair's number; the paper's ramp runs over turns, but the authors' code and all checkpoints have this one, with
+    borders at whole pairs.
+    """
+    if isinstance(scaling, LinearScaling):
+        return torch.zeros_like(frequencies)
+    if isinstance(scaling, Llama3Scaling):
+        turns = scaling.original_max_positions * frequencies / (2 * math.pi)  # [C / 2]
+        return ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
+    num_pairs = len(frequencies)
+
+    def pair_with(turns: float) -> float:
+        return num_pairs * math.log(scaling.original_max_positions / (2 * math.pi * turns)) / math.log(theta)
+
+    first = max(math.floor(pair_with(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_with(scaling.beta_slow)), 2 * num_pairs - 1)
+    ramp = (torch.arange(num_pairs, dtype=torch.float64, device=frequencies.device) - first) / max(last - first, 0.001)
+    return 1.0 - ramp.clamp(0.0, 1.0)
 
 
 def apply_rotary(x: Tensor, table: RotaryTable, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from llmtrain.config.typed import RecomputeConfig, RecomputeKind
 from llmtrain.model.transformer import Transformer, call_block
+from llmtrain.ops.attention_flash import registered_operations
 from llmtrain.ops.blocked_attention import blocked_attention_forward
 from llmtrain.ops.norm import rms_norm_forward
 
@@ -32,6 +33,7 @@ OPERATION_FAMILIES: Mapping[str, frozenset[Any]] = MappingProxyType(
                 aten._scaled_dot_product_efficient_attention.default,
                 aten._scaled_dot_product_cudnn_attention.default,
                 blocked_attention_forward,
+                torch.ops.higher_order.flex_attention,
                 aten.bmm.default,
             }
         ),
@@ -51,6 +53,8 @@ def apply_recompute(model: Transformer, recompute: RecomputeConfig) -> None:
         model.run_block = run_recomputed
     else:
         kept = frozenset[Any]().union(*(OPERATION_FAMILIES[family] for family in recompute.keep))
+        if "attention" in recompute.keep:
+            kept |= registered_operations()  # of a package that the model has imported by now
         contexts = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
         model.run_block = partial(run_recomputed, context_fn=contexts)
 

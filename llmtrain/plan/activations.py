@@ -40,7 +40,7 @@ class FusedAttention:
     log_sum_exp: bool
     """Whether one number per query and head is saved."""
     mask_as_scores: bool
-    """Whether each layer turns the mask of documents into numbers of its own."""
+    """Whether documents and windows are told to it as a matrix of numbers, made once a forward."""
     scores_at_once: int = 0
     """Scores of one block of queries, where these are tensors and not registers of a kernel."""
     queries_at_once: int = 0
@@ -50,9 +50,11 @@ FUSED_ATTENTION: Mapping[str, FusedAttention] = MappingProxyType(
     {
         "sdpa": FusedAttention(log_sum_exp=True, mask_as_scores=True),
         "blocked": FusedAttention(log_sum_exp=False, mask_as_scores=False, scores_at_once=2**20, queries_at_once=128),
+        "flash_attn": FusedAttention(log_sum_exp=True, mask_as_scores=False),
+        "flex": FusedAttention(log_sum_exp=True, mask_as_scores=False),
     }
 )
-"""By attention backend; `reference`, the only other one, is written out in `_reference_rows`."""
+"""By attention backend. `reference`, and the kernel `math` of sdpa, which does the same, are written out in `_written_out_rows`."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,24 @@ class Workload:
     attention_backend: str
     document_mask: bool
     """Whether a batch comes with document ids, from which a mask is made: every packing but concat."""
+    attention_kernel: str = "auto"
 
     @property
     def tokens(self) -> int:
         """n: tokens of a micro-batch."""
         return self.micro_batch_size * self.sequence_length
+
+    @property
+    def writes_out_scores(self) -> bool:
+        """Whether attention holds whole matrices of scores and weights."""
+        return self.attention_backend == REFERENCE or self.attention_kernel == "math"
+
+    @property
+    def windows(self) -> frozenset[int | None]:
+        """The different windows of the layers; one that no sequence is longer than is none."""
+        return frozenset(
+            window if window is not None and window < self.sequence_length else None for window in self.model.layer_windows
+        )
 
 
 class Part(Enum):
@@ -173,7 +188,7 @@ def _projection_rows(work: Workload) -> list[Row]:
     """From the norm's output to queries, keys and values as attention takes them."""
     heads, precision, part = work.model.attention, work.precision, Part.ATTENTION
     size, rotary = BYTES[precision.matmul], work.model.position is PositionKind.ROTARY
-    fused = work.attention_backend != REFERENCE
+    fused = not work.writes_out_scores
     rows = _weight_casts(work, part)
     for name, num_heads in (("query", heads.num_heads), ("key", heads.num_kv_heads), ("value", heads.num_kv_heads)):
         vectors = work.tokens * num_heads
@@ -191,23 +206,21 @@ def _projection_rows(work: Workload) -> list[Row]:
 
 
 def _attention_rows(work: Workload) -> list[Row]:
-    rows = _reference_rows(work) if work.attention_backend == REFERENCE else _fused_rows(work)
+    rows = _written_out_rows(work) if work.writes_out_scores else _fused_rows(work)
     projected = work.tokens * work.model.dim * BYTES[work.precision.matmul]
     rows.append(Row("output projection", projected, Part.ATTENTION, saved=False, family="matmul"))
     return rows
 
 
-def _reference_rows(work: Workload) -> list[Row]:
+def _written_out_rows(work: Workload) -> list[Row]:
     """Attention written out: whole matrices of weights, in the dtype of the softmax."""
     heads, n, part, size = work.model.attention, work.tokens, Part.ATTENTION, BYTES[work.precision.softmax]
     width = n * heads.num_heads * heads.head_dim  # n H C
     pairs = n * heads.num_heads * work.sequence_length  # B H T T
-    mask = (n if work.document_mask else work.sequence_length) * work.sequence_length * BOOL  # [B, 1, T, T] or [T, T]
     rows = [
         Row("queries, keys and values per query head", 3 * width * size, part),
         Row("scores", pairs * size, part, saved=False, family="attention"),
         Row("attention weights", pairs * size, part),
-        Row("mask", mask, part),
         Row("weighted values", width * size, part, saved=False, family="attention"),
         Row("attention output", width * BYTES[work.precision.matmul], part),
     ]
@@ -224,8 +237,6 @@ def _fused_rows(work: Workload) -> list[Row]:
     rows = [Row("attention output", result, part, family="attention")]
     if kernel.log_sum_exp:
         rows.append(Row("log-sum-exp", n * heads.num_heads * BYTES[work.precision.softmax], part, family="attention"))
-    if work.document_mask and kernel.mask_as_scores:
-        rows.append(Row("mask as scores", n * work.sequence_length * size, part))
     return rows
 
 

@@ -2,7 +2,8 @@
 
 Counted: the matrix products of forward and backward (backward = twice forward), the head included. Not counted: the embedding
 look-up, norms, activations, the optimizer, and whatever recompute does again. Attention is two products of T × T scores per
-*query* head (grouped key/value heads make the projections smaller, not the scores); a causal mask halves them exactly.
+*query* head (grouped key/value heads make the projections smaller, not the scores); a causal mask halves them exactly. In a layer
+with a window of w keys, shorter than the sequence, a token meets w keys, or causally w - w²/2T, the mean over a sequence.
 """
 
 from __future__ import annotations
@@ -36,7 +37,19 @@ def matmul_parameters(model: ModelConfig) -> int:
 
 
 def attention_flops_per_token(model: ModelConfig, sequence_length: int, causal: bool) -> float:
-    """Forward FLOPs of Q K^T and P V over all layers for one token: 2 products × 2 FLOPs × T × (query heads × channels)."""
+    """Forward FLOPs of Q K^T and P V over all layers for one token: 2 products × 2 FLOPs × keys × (query heads × channels)."""
     heads = model.attention
-    full = 4 * model.num_layers * heads.num_heads * heads.head_dim * sequence_length
-    return full / 2 if causal else float(full)
+    keys = sum(keys_per_token(window, sequence_length, causal) for window in model.layer_windows)
+    return 4 * heads.num_heads * heads.head_dim * keys
+
+
+def keys_per_token(window: int | None, sequence_length: int, causal: bool) -> float:
+    """Keys that a token of a sequence meets in a layer, as the convention counts them.
+
+    Args:
+        window: keys that a query sees at most; None = all.
+        sequence_length: tokens T.
+        causal: without it every query is counted as if it had the most keys that any has.
+    """
+    reach = sequence_length if window is None else min(window, sequence_length)
+    return reach - reach**2 / (2 * sequence_length) if causal else float(reach)

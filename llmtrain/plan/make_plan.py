@@ -2,64 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import MappingProxyType
 
 from llmtrain.config.defaults import BYTE_VOCAB_SIZE, LONGEST_AUTO_WARMUP, auto_decay_steps, auto_warmup_steps
 from llmtrain.config.errors import PlanError, Problem
 from llmtrain.config.typed import (
-    BpeTokenizerConfig,
-    ByteTokenizerConfig,
     ChunkedLoss,
     Config,
     ModelConfig,
-    Packing,
     RecomputeConfig,
     RecomputeKind,
     ScheduleConfig,
     ScheduleKind,
     TrainConfig,
 )
-from llmtrain.plan.activations import Workload
+from llmtrain.config.typed_data import BpeTokenizerConfig, ByteTokenizerConfig, Packing, RecordData
+from llmtrain.plan.activations import REFERENCE, Workload
+from llmtrain.plan.attention import ATTENTION
 from llmtrain.plan.batch import MEMORY_SHARE, largest_micro_batch, settle_batch
+from llmtrain.plan.choose_attention import settle_attention
 from llmtrain.plan.degrees import settle_degrees
 from llmtrain.plan.flops import flops_per_token
 from llmtrain.plan.memory import forecast_memory
-from llmtrain.plan.plan import Availability, Choice, Machine, Plan, SchedulePlan
+from llmtrain.plan.plan import Choice, Machine, Plan, SchedulePlan
 from llmtrain.plan.precision import PRECISION_TABLES
 from llmtrain.plan.report import format_bytes
 from llmtrain.plan.shapes import num_parameters, tied_parameters
 
-AUTO_ATTENTION: Mapping[str, str] = MappingProxyType(
-    {
-        "blocked": "faster than sdpa on a CPU, keeps no T × T matrix either",
-        "sdpa": "the device's fused kernel, keeps no T × T matrix",
-    }
-)
-"""Attention backends that `auto` tries, best first, each with the reason to take it."""
-
 Choices = list[Choice]
 
 
-def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None) -> Plan:
+def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None, training: bool = True) -> Plan:
     """What will run, settled before a process or a tensor is made.
 
     Args:
         config: a checked config.
         machine: the devices at hand, or those of a cluster description.
         vocab_size: size of the prepared tokenizer; None where it is not prepared (bytes and bpe are known without data).
+        training: False to use a trained model: no backward, and an attention backend that is not here makes room for `auto`.
 
     Raises:
         PlanError: degrees, batch, memory, schedule, vocabulary or a named option do not fit; says what would.
     """
-    for key, value in (("tokenizer", config.tokenizer.kind), ("optimizer", config.optimizer.kind)):
+    for key, value in _chosen_options(config):
         _require_available(key, value, machine)
     model, vocab_choices = _settle_vocab(config, vocab_size)
     precision_name, precision_choices = _settle_precision(config.precision, machine)
-    backend, attention_choices = _settle_attention(config, machine)
+    backend, kernel, attention_choices = settle_attention(config, precision_name, machine, training=training)
     degrees, degree_choices = settle_degrees(config.parallelism, machine)
-    workload = _one_sequence(config, model, precision_name, backend)
+    workload = _one_sequence(config, model, precision_name, backend, kernel)
     batch, batch_choices = settle_batch(
         config.accumulation, config.data.sequence_length, degrees.data_ranks, _micro_batch_finder(workload, machine)
     )
@@ -79,6 +71,7 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None
         model=model,
         tied=tied_parameters(model),
         attention_backend=backend,
+        attention_kernel=kernel,
         loss=config.loss,
         recompute=config.recompute,
         num_parameters=num_parameters(model),
@@ -97,10 +90,24 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None
             *vocab_choices,
             *schedule_choices,
         ),
+        attention_options=config.plugins.get(f"attention.{backend}"),
     )
 
 
-def _one_sequence(config: Config, model: ModelConfig, precision_name: str, backend: str) -> Workload:
+def _chosen_options(config: Config) -> Iterator[tuple[str, str]]:
+    """Options that a machine may lack without anything standing in for them, as `group, option`."""
+    if isinstance(config.data.source, RecordData):
+        yield "data", config.data.source.kind
+    yield "tokenizer", config.tokenizer.kind
+    yield "optimizer", config.optimizer.kind
+    yield "loss", config.loss.kind
+    if config.tracker.wandb is not None:
+        yield "tracker", "wandb"
+    if config.tracker.tensorboard:
+        yield "tracker", "tensorboard"
+
+
+def _one_sequence(config: Config, model: ModelConfig, precision_name: str, backend: str, kernel: str) -> Workload:
     """The work of one sequence at a time; the batch is what is settled next."""
     return Workload(
         model=model,
@@ -110,7 +117,9 @@ def _one_sequence(config: Config, model: ModelConfig, precision_name: str, backe
         sequence_length=config.data.sequence_length,
         loss=config.loss,
         recompute=config.recompute,
-        attention_backend=backend,
+        # What a plugin keeps is not known: it may be whole matrices of scores, as with `reference`.
+        attention_backend=backend if backend in ATTENTION else REFERENCE,
+        attention_kernel=kernel,
         document_mask=config.data.packing is not Packing.CONCAT,
     )
 
@@ -195,22 +204,6 @@ def _settle_precision(asked: str, machine: Machine) -> tuple[str, Choices]:
     if machine.bf16_native:
         return "bf16", [Choice("precision", "bf16", f"this {machine.device} multiplies bf16 natively")]
     return "fp32", [Choice("precision", "fp32", f"this {machine.device} does not multiply bf16 natively")]
-
-
-def _settle_attention(config: Config, machine: Machine) -> tuple[str, Choices]:
-    key, asked = "attention.backend", config.attention_backend
-    if asked != "auto":
-        _require_available(key, asked, machine)
-        return asked, []
-    if config.model.dropout.attention > 0:
-        return "reference", [Choice(key, "reference", "attention dropout needs the attention weights")]
-    refused = []
-    for name, reason in AUTO_ATTENTION.items():
-        entry = machine.options.get(f"{key}={name}", Availability(False, "not known on this machine"))
-        if entry.available:
-            return name, [Choice(key, name, reason)]
-        refused.append(f"{name}: {entry.reason}")
-    return "reference", [Choice(key, "reference", "; ".join(refused))]
 
 
 def _require_available(key: str, value: str, machine: Machine) -> None:

@@ -33,7 +33,7 @@ from llmtrain.plan.plan import MemoryForecast
 from llmtrain.plan.precision import BYTES
 from llmtrain.plan.shapes import block_shapes, num_parameters, parameter_shapes
 
-INT64 = 8
+INT64, INT32 = 8, 4
 MOMENTS = 2
 """Optimizer tensors per parameter: AdamW's two moments."""
 STEP_COUNTER = 4
@@ -155,11 +155,11 @@ def _feed_forward_gradients(work: Workload) -> int:
 
 
 def _attention_gradients(work: Workload) -> int:
-    """Gradients alive together: stream, and result and operands of attention, or on the reference its whole weights."""
+    """Gradients alive together: stream, and result and operands of attention, or its whole weights where these are written out."""
     n, heads, precision = work.tokens, work.model.attention, work.precision
     stream = n * work.model.dim * BYTES[precision.residual]
     queries = n * heads.num_heads * heads.head_dim
-    if work.attention_backend == REFERENCE:
+    if work.writes_out_scores:
         size = BYTES[precision.softmax]
         pairs = n * heads.num_heads * work.sequence_length  # B H T T
         # The gradient that comes out of dropout has the place of the dropped weights, which are gone.
@@ -173,26 +173,45 @@ def _scores_in_blocks(work: Workload, kernel: FusedAttention) -> int:
     """What a fused backward made of tensor operations holds at once, at its largest block; 0 for a real kernel."""
     if not kernel.scores_at_once:
         return 0
-    length, heads, batch = work.sequence_length, work.model.attention, work.micro_batch_size
+    heads, batch = work.model.attention, work.micro_batch_size
+    matmul, exact = BYTES[work.precision.matmul], BYTES[work.precision.softmax]
+    queries, width = _block_shape(work, kernel)
+    chunk = min(batch, max(1, kernel.scores_at_once // (heads.num_heads * queries * width)))
+    # Before the first block: products of result and gradient, and both of these, cast.
+    products = (1 if matmul == exact else 3) * work.tokens * heads.num_heads * heads.head_dim * exact
+    first, later = _largest_block(work, kernel, chunk, 0), _largest_block(work, kernel, min(chunk, batch - chunk), chunk)
+    return max(first, later if batch > chunk else 0, products)
+
+
+def _block_shape(work: Workload, kernel: FusedAttention) -> tuple[int, int]:
+    """Queries of a block, and the keys that they see in the layer that reaches furthest."""
+    length = work.sequence_length
+    queries = min(kernel.queries_at_once, length)
+    before = max(length if window is None else window - 1 for window in work.windows)  # besides those of the block itself
+    return queries, min(length, before + queries)
+
+
+def _largest_block(work: Workload, kernel: FusedAttention, sequences: int, sequences_before: int) -> int:
+    """Tensors alive at the largest block of a chunk of sequences; before it came another chunk, or none (0)."""
+    length, heads = work.sequence_length, work.model.attention
     matmul, exact = BYTES[work.precision.matmul], BYTES[work.precision.softmax]
     casts = matmul != exact
-    queries = min(kernel.queries_at_once, length)
-    sequences = min(batch, max(1, kernel.scores_at_once // (heads.num_heads * queries * length)))
-    chunks = sequences < batch
-    keys = length - length % queries
-    keys_before = keys - queries or chunks * keys  # of the block before, perhaps that of other sequences
-    rows = sequences * heads.num_heads * queries
-    # Scores and their softmax, and that cast; weights and their gradient of the block before.
-    scores = rows * (keys * (2 * exact + casts * matmul) + keys_before * 2 * matmul)
+    queries, width = _block_shape(work, kernel)
+    whole = length - length % queries
+    keys, keys_before = min(width, whole), min(width, whole - queries)
+    rows, pair_rows = (
+        count * heads.num_heads * queries for count in (sequences, sequences if keys_before else sequences_before)
+    )
+    # Scores and their softmax, and that cast; weights and their gradient of the block before, perhaps that of other sequences.
+    scores = rows * keys * (2 * exact + casts * matmul) + pair_rows * (keys_before or keys) * 2 * matmul
     documents = work.document_mask * sequences * queries * keys * exact
-    causal = (1 + 2 * heads.num_heads // heads.num_kv_heads) * queries * length * exact  # repeated for the heads of a group
+    causal = (1 + 2 * heads.num_heads // heads.num_kv_heads) * queries * width * exact  # repeated for the heads of a group
     # Queries, gradients of results, and the queries or a product of the next step.
     vectors = rows * heads.head_dim * 3 * matmul
     # Keys and values, the sums of their gradients (and one of the last chunk's), and the keys as the scores take them.
-    vectors += sequences * heads.num_kv_heads * length * heads.head_dim * (2 * matmul + (2 + chunks + casts) * exact)
-    # Before the first block: products of result and gradient, and both of these, cast.
-    products = (3 if casts else 1) * work.tokens * heads.num_heads * heads.head_dim * exact
-    return max(scores + documents + causal + vectors, products)
+    per_sequence = heads.num_kv_heads * length * heads.head_dim
+    vectors += per_sequence * (sequences * (2 * matmul + (2 + casts) * exact) + sequences_before * exact)
+    return scores + documents + causal + vectors
 
 
 def _embedding_instant(work: Workload) -> MemoryForecast:
@@ -224,9 +243,20 @@ def _inputs(work: Workload) -> int:
     rows = work.micro_batch_size if work.document_mask else 1  # positions that restart differ from row to row
     angles = rows * work.sequence_length * work.model.attention.head_dim // 2  # one sine and two cosines of each
     rotary = 3 * angles * BYTES[work.precision.rotary]
-    mask = work.tokens * work.sequence_length * BOOL  # [B, 1, T, T]
     uses_rotary = work.model.position is PositionKind.ROTARY
-    return batches + uses_rotary * rotary + work.document_mask * mask
+    return batches + uses_rotary * rotary + mask_bytes(work)
+
+
+def mask_bytes(work: Workload) -> int:
+    """One mask for each window of a layer, as the attention backend takes it."""
+    reference = work.attention_backend == REFERENCE
+    rows = work.micro_batch_size if work.document_mask else 1
+    matrix = rows * work.sequence_length**2 * (BOOL if reference else BYTES[work.precision.matmul])  # [B, 1, T, T] or [T, T]
+    if reference:
+        return len(work.windows) * matrix
+    if FUSED_ATTENTION[work.attention_backend].mask_as_scores:
+        return matrix * sum(work.document_mask or window is not None for window in work.windows)
+    return len(work.windows) * work.document_mask * work.tokens * INT32  # ids or lengths of the documents, at most
 
 
 def _final_norm(work: Workload) -> int:

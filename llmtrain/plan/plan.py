@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from llmtrain.config.typed import LossConfig, ModelConfig, RecomputeConfig, ScheduleKind
 from llmtrain.plan.precision import PrecisionTable
@@ -37,6 +38,10 @@ class Machine:
     """Whether the device multiplies bf16 without emulation."""
     options: Mapping[str, Availability]
     """`group=option` or `key=value` → availability, e.g. `attention.backend=sdpa`."""
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability; None on a CPU, or where it is not known."""
+    packages: tuple[str, ...] | None = None
+    """Optional packages for attention that are installed; None where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,8 @@ class Plan:
     tied: tuple[tuple[str, ...], ...]
     """Sets of parameter names that are one tensor; the first name of each is the one that is stored."""
     attention_backend: str
+    attention_kernel: str
+    """Kernel of the backend by name; `auto` = the backend's own choice, or it has only one."""
     loss: LossConfig
     recompute: RecomputeConfig
     num_parameters: int
@@ -136,6 +143,8 @@ class Plan:
     flops_per_token_full_attention: float
     forecast: MemoryForecast
     choices: tuple[Choice, ...]
+    attention_options: Any = None
+    """Options of the backend when it is a plugin."""
 
     @property
     def steps(self) -> int:

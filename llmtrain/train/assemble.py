@@ -9,7 +9,7 @@ from llmtrain.config.typed import Config
 from llmtrain.metrics.memory import Ledger
 from llmtrain.model.init import build_on_meta, materialize
 from llmtrain.model.transformer import Transformer
-from llmtrain.ops.cross_entropy import build_loss
+from llmtrain.ops.cross_entropy import build_loss, build_score
 from llmtrain.optim.build import build_optimizer
 from llmtrain.parallel.parallelize import parallelize
 from llmtrain.plan.plan import Plan
@@ -27,7 +27,7 @@ def build_engine(config: Config, plan: Plan, ledger: Ledger) -> NativeEngine:
     loss = build_loss(plan.loss, plan.precision)
     return NativeEngine(
         model=model,
-        loss=loss,
+        score=build_score(plan.loss, plan.precision),
         forward_backward=PlainForwardBackward(model, loss, ledger),
         optimizer=optimizer,
         schedule=plan.schedule,

@@ -16,6 +16,7 @@ from llmtrain.checkpoint.store import CheckpointStore, Loaded
 from llmtrain.config.compose import Composed
 from llmtrain.config.errors import DataError, ExitCode, LlmtrainError, Problem, StorageError, exit_code_of
 from llmtrain.config.paths import user_path
+from llmtrain.config.plugins import makers
 from llmtrain.data.corpus import Corpus, build_corpus
 from llmtrain.dist.runtime import configure_process
 from llmtrain.dist.world import read_launch
@@ -24,12 +25,14 @@ from llmtrain.metrics.memory import StorageLedger
 from llmtrain.metrics.meters import DeviceMeter
 from llmtrain.metrics.sinks import JsonlSink, open_sink
 from llmtrain.metrics.throughput import PeakFlops, Throughput, peak_flops
+from llmtrain.metrics.trackers import Trackers, open_trackers
 from llmtrain.ops.dtypes import DTYPES
 from llmtrain.plan.make_plan import check_memory, make_plan
 from llmtrain.plan.plan import Machine, Plan
 from llmtrain.train.assemble import build_engine
 from llmtrain.train.card import card_rows, done_lines, next_commands, sample_text
 from llmtrain.train.engine_native import NativeEngine
+from llmtrain.train.initial import initial_weights, run_tokenizer
 from llmtrain.train.machine import detect_machine
 from llmtrain.train.memory_errors import explained_memory_errors
 from llmtrain.train.reporter import Reporter
@@ -40,6 +43,8 @@ from llmtrain.train.trainer import Outcome, Trainer
 
 DEFAULT_MODEL = "tiny"
 """The option whose values are the defaults of the schema; a run without any is called after it."""
+KEPT_PATHS = ("data.path", "data.validation_path", "data.cache_dir", "tokenizer.path", "model.init_from")
+"""Keys whose files a run may read again."""
 LEDGER_UPDATES = 2
 """Updates of each start whose memory is measured."""
 
@@ -56,13 +61,18 @@ def train(composed: Composed, console: Console) -> ExitCode:
     config = composed.config
     console.status("looking at the machine")
     machine = detect_machine(config.launch)
+    folder = _folder(composed)
     corpus = build_corpus(
-        config.data, config.tokenizer, seed=config.run.seed, vocab_size=config.model.vocab_size, progress=console.status
+        config.data,
+        run_tokenizer(config.tokenizer, folder),
+        seed=config.run.seed,
+        vocab_size=config.model.vocab_size,
+        progress=console.status,
+        prepare=config.prepare,
     )
     plan = make_plan(config, machine, vocab_size=corpus.tokenizer.vocab_size)
     check_memory(plan, machine)
     configure_process(threads=plan.threads, deterministic=config.train.deterministic)
-    folder = _folder(composed)
     folder.create()
     wire = with_absolute_paths(composed.wire)
     with folder.lock():
@@ -128,10 +138,10 @@ class _Run:
         console.status("measuring the speed of a matrix product")
         peak = peak_flops(torch.device(plan.device), DTYPES[plan.precision.matmul])
         self._show_card(peak)
-        with _opened_sink(self._folder, state.step) as sink:
+        with _opened_sink(self._folder, state.step) as sink, self._opened_trackers(state.step) as trackers:
             if sink.num_damaged:
                 console.line(f"{sink.num_damaged} torn lines of metrics.jsonl were dropped")
-            reporter = self._build_reporter(sink, peak)
+            reporter = self._build_reporter(sink, trackers, peak)
             trainer = self._build_trainer(engine, state, reporter)
             console.start_training(
                 first_step=state.step,
@@ -150,6 +160,7 @@ class _Run:
     def _restore(self, engine: NativeEngine) -> TrainState:
         """The state of the newest good checkpoint, or that of a run that begins."""
         if self._opening.start is Start.FRESH:
+            self._begin_with_saved_weights(engine)
             return TrainState()
         self._console.status("loading the checkpoint")
         loaded = self._store.load()
@@ -162,16 +173,44 @@ class _Run:
             self._console.line(f"  changed  {change}")
         return TrainState.from_dict(loaded.state["train"])
 
+    def _begin_with_saved_weights(self, engine: NativeEngine) -> None:
+        if self._config.init_from is not None:
+            self._console.status(f"loading the weights of {self._config.init_from}")
+            initial = initial_weights(user_path(self._config.init_from, f"model.init_from={self._config.init_from}"))
+            engine.load_weights(initial.tensors)
+            self._console.line(f"begins with the weights of {self._config.init_from} at step {initial.step}")
+
     def _show_card(self, peak: PeakFlops) -> None:
         config, path = self._config, self._folder.path
         rows = card_rows(config, self._plan, self._machine, self._corpus, peak, self._resume_command())
         self._console.card(f"llmtrain train · {path}", rows)
 
-    def _build_reporter(self, sink: JsonlSink, peak: PeakFlops) -> Reporter:
+    @contextmanager
+    def _opened_trackers(self, resumed_step: int) -> Iterator[Trackers]:
+        """The trackers of the run; what is wrong with one is a warning, never the end of a training."""
+        config, folder = self._config, self._folder
+        trackers = open_trackers(
+            config.tracker,
+            folder=folder.path,
+            run_name=folder.path.name,
+            wire=self._composed.wire,
+            resumed_step=resumed_step,
+            warn=self._console.warn,
+            others=makers("tracker", config.plugins),
+        )
+        try:
+            yield trackers
+        finally:
+            trackers.finish()
+            for note in trackers.notes():
+                self._console.line(note)
+
+    def _build_reporter(self, sink: JsonlSink, trackers: Trackers, peak: PeakFlops) -> Reporter:
         return Reporter(
             plan=self._plan,
             console=self._console,
             sink=sink,
+            trackers=trackers,
             ledger=self._ledger,
             device_meter=DeviceMeter(torch.device(self._plan.device)),
             peak_flops=peak.flops_per_second * self._plan.world_size,
@@ -236,12 +275,13 @@ def _folder(composed: Composed) -> RunFolder:
 
 
 def with_absolute_paths(wire: Mapping[str, Any]) -> dict[str, Any]:
-    """The config to keep: the text is found again from any folder."""
-    data = {
-        name: str(user_path(value, f"data.{name}={value}").absolute()) if name in ("path", "cache_dir") and value else value
-        for name, value in wire["data"].items()
-    }
-    return {**wire, "data": data}
+    """The config to keep: what it reads is found again from any folder."""
+    sections = {section: dict(wire[section]) for section in ("data", "tokenizer", "model")}
+    for key in KEPT_PATHS:
+        section, name = key.split(".")
+        if value := sections[section][name]:
+            sections[section][name] = str(user_path(value, f"{key}={value}").absolute())
+    return {**wire, **sections}
 
 
 def _check_data(loaded: Loaded, corpus: Corpus) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from llmtrain.config.typed import Config, Packing, RecomputeKind, SyntheticData
+from llmtrain.config.plugins import installed
+from llmtrain.config.typed import Config, RecomputeKind
+from llmtrain.config.typed_data import Packing, StdlibData, SyntheticData
 from llmtrain.data.corpus import Corpus
 from llmtrain.metrics.console import Row
 from llmtrain.metrics.format import format_count, format_duration, format_flops, format_lr
@@ -32,10 +34,21 @@ def card_rows(config: Config, plan: Plan, machine: Machine, corpus: Corpus, peak
         Row("schedule", _schedule(plan)),
         *([Row("chosen", " · ".join(chosen))] if chosen else []),
         *([Row("recompute", _recompute(plan))] if plan.recompute.kind is not RecomputeKind.NONE else []),
+        *([Row("plugins", _plugins(config))] if config.plugins else []),
         Row("forecast", f"peak {format_bytes(plan.forecast.total)}: {_categories(plan.forecast)}"),
         Row("resume", resume, is_command=True),
     ]
     return rows
+
+
+def _plugins(config: Config) -> str:
+    """Each with its package, and whose memory is forecast for those that nobody knows it of."""
+    used = [one for one in installed() if one.section in config.plugins]
+    packages = {one.package: [other.section for other in used if other.package == one.package] for one in used}
+    text = " · ".join(f"{', '.join(sections)} ({package})" for package, sections in packages.items())
+    known = {"attention": "reference", "optimizer": "adamw", "loss": "reference"}
+    instead = [known[one.plugin.group] for one in used if one.plugin.group in known]
+    return f"{text}; forecast as for {', '.join(dict.fromkeys(instead))}" if instead else text
 
 
 def done_lines(
@@ -63,12 +76,15 @@ def done_lines(
 
 
 def sample_text(model: Transformer, corpus: Corpus, config: Config) -> str | None:
-    """A text the trained model makes from nothing; None for data that is no text."""
+    """A text the trained model makes from nothing; None for data that is no text or has no token to begin with."""
     if isinstance(config.data.source, SyntheticData):
         return None
     settings = config.generate
     tokenizer = corpus.tokenizer
-    ids = generate(model, [tokenizer.bos_id], settings, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size)
+    first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+    if first is None:
+        return None
+    ids = generate(model, [first], settings, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size)
     return tokenizer.decode(list(ids))
 
 
@@ -76,7 +92,8 @@ def next_commands(config: Config, folder: Path) -> list[str]:
     """What one would type after a run."""
     commands = [["llmtrain", "evaluate", str(folder)]]
     if not isinstance(config.data.source, SyntheticData):
-        commands.insert(0, ["llmtrain", "generate", str(folder), "generate.prompt=import "])
+        prompt = "import " if isinstance(config.data.source, StdlibData) else "The "
+        commands.insert(0, ["llmtrain", "generate", str(folder), f"generate.prompt={prompt}"])
     return [shlex.join(command) for command in commands]
 
 

@@ -24,13 +24,13 @@ OPTIMIZER_PREFIX = "optimizer/"
 
 
 class NativeEngine:
-    """Model, loss and optimizer on one device."""
+    """Model, loss and optimizer on one device; `score` is the loss that validation text is measured by."""
 
     def __init__(
         self,
         *,
         model: Transformer,
-        loss: LossFunction,
+        score: LossFunction,
         forward_backward: ForwardBackward,
         optimizer: Optimizer,
         schedule: SchedulePlan,
@@ -39,7 +39,7 @@ class NativeEngine:
         device: torch.device,
     ) -> None:
         self.model = model
-        self._loss = loss
+        self._score = score
         self._forward_backward = forward_backward
         self._optimizer = optimizer
         self._schedule = schedule
@@ -70,7 +70,7 @@ class NativeEngine:
         """Token mean over all targets of `batches`; mode, gradients and counters of the training stay as they were."""
         was_training = self.model.training
         self.model.eval()
-        result = evaluate_batches(self.model, self._loss, batches, self._device)
+        result = evaluate_batches(self.model, self._score, batches, self._device)
         self.model.train(was_training)
         return result
 
@@ -83,10 +83,18 @@ class NativeEngine:
         """Raises StorageError listing every missing, extra, mis-shaped or mis-typed tensor; loads nothing in that case."""
         copy_tensors(tensors, self.state(), "tensors")
 
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Begin with other weights (by parameter name, each tied tensor once); the optimizer stays as it was built.
+
+        Raises StorageError as `load_state`.
+        """
+        own = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        copy_tensors(weights, own, "weights", cure="leave the model section to model.init_from, or choose another run")
+
 
 @torch.no_grad()
-def copy_tensors(saved: Mapping[str, Tensor], own: Mapping[str, Tensor], what: str) -> None:
+def copy_tensors(saved: Mapping[str, Tensor], own: Mapping[str, Tensor], what: str, cure: str = "") -> None:
     """Copy saved tensors into those of the same name. Raises StorageError when the two sets do not match, before any is copied."""
-    match_tensors(own, saved, what)
+    match_tensors(own, saved, what, cure)
     for name, target in own.items():
         target.copy_(saved[name])

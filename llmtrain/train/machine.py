@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib import metadata
 
+from llmtrain.config.plugins import Installed, installed
 from llmtrain.config.typed import LaunchConfig
-from llmtrain.data import tokenizer
-from llmtrain.dist.devices import cuda_missing_reason, detect_devices
+from llmtrain.data import records, tokenizer
+from llmtrain.dist.devices import cuda_capability, cuda_missing_reason, detect_devices
 from llmtrain.dist.world import read_launch
-from llmtrain.ops import attention
+from llmtrain.metrics import trackers
 from llmtrain.optim import build as optimizer
+from llmtrain.plan import attention
 from llmtrain.plan.plan import Availability, Machine
 
 
@@ -34,6 +37,8 @@ def detect_machine(launch: LaunchConfig, environ: Mapping[str, str] = os.environ
         world_source=facts.source,
         bf16_native=devices.bf16_native,
         options=options_here(devices.device),
+        capability=cuda_capability(devices.device),
+        packages=attention_packages(),
     )
 
 
@@ -42,8 +47,31 @@ def options_here(device: str) -> dict[str, Availability]:
     no_cuda = cuda_missing_reason()
     answers = {
         "launch": {"cpu": Availability(True), "cuda": Availability(not no_cuda, no_cuda)},
-        "attention.backend": attention.availability(device),
+        "attention.backend": attention.availability(device, cuda_capability(device), attention_packages()),
+        "data": records.availability(),
         "tokenizer": tokenizer.availability(),
+        "tracker": trackers.availability(),
         "optimizer": optimizer.availability(),
     }
-    return {f"{key}={option}": answer for key, options in answers.items() for option, answer in options.items()}
+    own = {f"{key}={option}": answer for key, options in answers.items() for option, answer in options.items()}
+    return own | {name: answer for one in installed() for name, answer in _plugin_answers(one, device).items()}
+
+
+def _plugin_answers(one: Installed, device: str) -> dict[str, Availability]:
+    """Under both names that an option has, that of its group and that of the key which chooses it."""
+    runs = device in one.plugin.devices
+    answer = Availability(runs, "" if runs else f"runs on {', '.join(one.plugin.devices)}, not on {device}")
+    return {f"{one.plugin.group}={one.plugin.name}": answer, f"{one.chooser}={one.word}": answer}
+
+
+def attention_packages() -> tuple[str, ...]:
+    """The packages of the attention table that are installed; none is imported for it."""
+    return tuple(name for name in attention.packages() if _is_installed(name))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Watches a training: times each update, measures its memory, and hands the record to the file and the console."""
+"""Watches a training: times each update, measures its memory, and hands the record to the file, the trackers and the console."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from llmtrain.metrics.memory import Ledger, MemorySummary
 from llmtrain.metrics.meters import DeviceMeter, StepRecord
 from llmtrain.metrics.sinks import JsonlSink
 from llmtrain.metrics.throughput import Rate, Throughput, mfu
+from llmtrain.metrics.trackers import Trackers
 from llmtrain.plan.plan import Plan
 from llmtrain.train.engine import StepResult
 from llmtrain.train.state import TrainState
@@ -28,6 +29,7 @@ class Reporter:
         plan: Plan,
         console: Console,
         sink: JsonlSink,
+        trackers: Trackers,
         ledger: Ledger,
         device_meter: DeviceMeter,
         peak_flops: float,
@@ -36,6 +38,7 @@ class Reporter:
         self._plan = plan
         self._console = console
         self._sink = sink
+        self._trackers = trackers
         self._ledger = ledger
         self._device_meter = device_meter
         self._peak_flops = peak_flops
@@ -104,6 +107,7 @@ class Reporter:
         if record.peak_memory_bytes is not None:
             self.measured_peak_bytes = max(record.peak_memory_bytes, self.measured_peak_bytes or 0)
         self._sink.write(record)
+        self._trackers.log(record)
         self._console.step(record)
 
     def sync(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from llmtrain.config.compose import config_from_wire
 from llmtrain.config.errors import ConfigError, Problem
 from llmtrain.config.keys import leaves
+from llmtrain.config.plugins import concerns_plugin
 from llmtrain.config.settle import flatten
 from llmtrain.config.typed import ScheduleKind
 from llmtrain.config.values import show
@@ -45,10 +46,15 @@ EFFECTS: Mapping[str, Effect] = {
     "train.gc_every": Effect.PASSES,
     "model": Effect.SHAPE,
     "model.dropout": Effect.TRAINING,
+    "model.init_from": Effect.TRAINING,
     "data": Effect.SHAPE,
     "data.path": Effect.PASSES,
+    "data.validation_path": Effect.PASSES,
     "data.cache_dir": Effect.PASSES,
+    "data.on_bad": Effect.PASSES,
+    "data.max_document_bytes": Effect.PASSES,
     "tokenizer": Effect.SHAPE,
+    "tokenizer.path": Effect.PASSES,
     "precision": Effect.TRAINING,
     "recompute": Effect.PASSES,
     "accumulation": Effect.TRAINING,
@@ -66,9 +72,12 @@ EFFECTS: Mapping[str, Effect] = {
     "launch": Effect.PASSES,
     "evaluate": Effect.NONE,
     "generate": Effect.NONE,
+    "prepare": Effect.NONE,
+    "convert": Effect.NONE,
     "output": Effect.NONE,
 }
-"""Key or section → effect; the longest one that leads to a key counts. `data.path` may move: the loader compares the content itself."""
+"""Key or section → effect; the longest one that leads to a key counts. Files may move: what counts is their content, and the
+loader compares that itself."""
 
 _ABSENT = "(absent)"
 
@@ -83,7 +92,8 @@ class Change:
 
     @property
     def effect(self) -> Effect:
-        return effect_of(self.key)
+        known = effect_of(self.key)
+        return Effect.TRAINING if known is Effect.PASSES and concerns_plugin(self.key, self.old, self.new) else known
 
     def __str__(self) -> str:
         return f"{self.key}: {show(self.old)} -> {show(self.new)}"

@@ -3,6 +3,7 @@
     config.yaml       the resolved config           overrides.yaml    the words of every start
     plan.json         what was settled              environment.json  versions, platform, device
     status.json       {code, step, reason}          metrics.jsonl, checkpoints/
+    imported.json     only where weights came from elsewhere and nothing was trained
 
 Every small file carries `format_version` and is replaced as a whole. Only the holder of `lock()` writes.
 """
@@ -28,6 +29,7 @@ from llmtrain.checkpoint.files import Files, storage_error, write_atomic, write_
 from llmtrain.checkpoint.layout import check_format_version, list_steps
 from llmtrain.config.compose import to_yaml
 from llmtrain.config.errors import ConfigError, ExitCode, Problem, StorageError
+from llmtrain.config.plugins import installed
 from llmtrain.config.typed import ScheduleKind
 from llmtrain.plan.plan import Plan, SchedulePlan
 from llmtrain.plan.report import plan_to_dict
@@ -35,7 +37,8 @@ from llmtrain.train.run_changes import Change, Effect, check_horizon, find_chang
 from llmtrain.train.run_lock import RunLock
 
 FORMAT_VERSION = 1
-"""Of config.yaml, overrides.yaml, environment.json and status.json."""
+"""Of config.yaml, overrides.yaml, environment.json, status.json and imported.json."""
+IMPORTED = "imported.json"
 
 _PACKAGES = ("llmtrain", "torch", "numpy", "hydra-core", "omegaconf", "safetensors", "tokenizers", "rich")
 
@@ -143,9 +146,19 @@ class RunFolder:
             origins: dotted key → where it was set, for messages.
 
         Raises:
-            ConfigError: keys changed that may not; all of them are listed, old -> new.
+            ConfigError: keys changed that may not; all of them are listed, old -> new. Or the folder was imported.
             StorageError: the folder holds something else, or cannot be read.
         """
+        if (self.path / IMPORTED).is_file():
+            rule = "imported weights: there is no optimizer state and no place in any data to go on from"
+            raise ConfigError(
+                Problem(
+                    f"run.name={self.path.name}",
+                    rule,
+                    f"model.init_from={self.path} run.name=OTHER",
+                    origins.get("run.name", ""),
+                )
+            )
         steps = self._saved_steps()
         status = self.read_status()
         before = self.read_config()
@@ -201,6 +214,18 @@ class RunFolder:
         """
         document = self._read("status.json", "code", "step", "reason")
         return None if document is None else Status(document["code"], document["step"], document["reason"])
+
+    def write_imported(self, document: Mapping[str, Any]) -> None:
+        """Mark the folder as one whose weights were imported, and keep what an export needs to give back."""
+        self._write_json(IMPORTED, {"format_version": FORMAT_VERSION, **document})
+
+    def read_imported(self) -> dict[str, Any] | None:
+        """What `write_imported` kept; None for a folder that was trained.
+
+        Raises:
+            StorageError: it cannot be read, is damaged or newer.
+        """
+        return self._read(IMPORTED, "model_type", "config", "generation_config", "tokenizer_fingerprint", "tokenizer_files")
 
     def read_config(self) -> dict[str, Any] | None:
         """The plain resolved config of the last start; None when there is none.
@@ -306,6 +331,7 @@ def describe_environment(device: str, device_name: str, threads: int) -> dict[st
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
+    versions |= dict(one.package.rsplit(" ", 1) for one in installed())
     return {
         "python": platform.python_version(),
         "packages": versions,

@@ -12,20 +12,22 @@ from typing import Any
 import torch
 
 from llmtrain.checkpoint.store import CheckpointStore
-from llmtrain.config.compose import config_from_wire
+from llmtrain.config.compose import Composed, config_from_wire
 from llmtrain.config.errors import ConfigError, DataError, Problem
-from llmtrain.config.typed import AccumulationConfig, Config, LaunchConfig, SyntheticData
+from llmtrain.config.typed import AccumulationConfig, Config, LaunchConfig, PositionKind
+from llmtrain.config.typed_data import DataConfig, RecordData, RunTokenizerConfig, SyntheticData, TextData, TokenData
 from llmtrain.data.corpus import build_corpus
 from llmtrain.data.tokenizer import Tokenizer, load_tokenizer
 from llmtrain.dist.runtime import configure_process
 from llmtrain.model.generate import generate
 from llmtrain.model.transformer import Transformer
-from llmtrain.ops.cross_entropy import build_loss
+from llmtrain.ops.cross_entropy import build_score
 from llmtrain.plan.make_plan import make_plan
 from llmtrain.plan.plan import Plan
 from llmtrain.train.assemble import build_model
 from llmtrain.train.engine_native import MODEL_PREFIX, copy_tensors
 from llmtrain.train.forward_backward import evaluate_batches
+from llmtrain.train.initial import model_tensors
 from llmtrain.train.machine import detect_machine
 from llmtrain.train.memory_errors import explained_memory_errors
 from llmtrain.train.run_folder import existing_run_folder
@@ -44,6 +46,7 @@ class SavedRun:
     tokenizer: Tokenizer
     step: int
     data_fingerprint: str
+    """Of what it was trained on; empty for an imported model."""
     skipped: tuple[str, ...]
     """Newer checkpoints that are damaged."""
 
@@ -68,60 +71,89 @@ def load_run(path: Path, launch: LaunchConfig, step: int | None = None) -> Saved
     if step is not None and step not in steps:
         there = f"checkpoints of {path}: {', '.join(map(str, steps)) or 'none'}"
         raise ConfigError(Problem(f"step {step}", there, f"{min(steps, key=lambda one: abs(one - step))}" if steps else ""))
-    loaded = store.load(step)
+    loaded = store.load(step, prefix=MODEL_PREFIX)
     tokenizer = load_tokenizer(loaded.state["tokenizer"])
     # One sequence at a time: whether the training batch would fit on this machine is not asked.
     alone = AccumulationConfig(global_batch_size=1, global_batch_tokens=None, micro_batch_size=1)
     config = replace(config_from_wire(wire), launch=launch, precision=folder.read_precision(), accumulation=alone)
-    plan = make_plan(config, detect_machine(launch), vocab_size=tokenizer.vocab_size)
+    plan = make_plan(config, detect_machine(launch), vocab_size=tokenizer.vocab_size, training=False)
     configure_process(threads=plan.threads, deterministic=config.train.deterministic)
     model = build_model(plan, seed=config.run.seed)
-    saved = {
-        name.removeprefix(MODEL_PREFIX): tensor for name, tensor in loaded.tensors.items() if name.startswith(MODEL_PREFIX)
-    }
     own = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    copy_tensors(saved, own, "weights")
+    copy_tensors(model_tensors(loaded.tensors), own, "weights")
     return SavedRun(config, plan, model.eval(), tokenizer, loaded.step, loaded.state["data_fingerprint"], loaded.skipped)
 
 
-def evaluate_run(path: Path, config: Config, progress: Callable[[str], None]) -> dict[str, Any]:
+def evaluate_run(path: Path, composed: Composed, progress: Callable[[str], None]) -> dict[str, Any]:
     """Score a checkpoint on every validation token, or the first `evaluate.tokens`.
 
     Args:
-        config: this command's; only `evaluate` and `launch` are read.
+        composed: this command's; `evaluate`, `launch`, `prepare` are read, and `data` where it names other text than the run's.
 
     Raises:
         ConfigError, StorageError: see `load_run`.
-        DataError: the text is not what the run was trained on.
+        DataError: no text there; or the run's own text is not what it was.
     """
+    config = composed.config
     progress("loading the checkpoint")
     run = load_run(path, config.launch, config.evaluate.step)
+    own_text, data = data_to_score(run, composed)
     corpus = build_corpus(
-        run.config.data,
-        run.config.tokenizer,
+        data,
+        run.tokenizer if not own_text or isinstance(run.config.tokenizer, RunTokenizerConfig) else run.config.tokenizer,
         seed=run.config.run.seed,
         vocab_size=run.config.model.vocab_size,
         progress=progress,
+        prepare=config.prepare,
     )
-    if corpus.fingerprint != run.data_fingerprint:
+    if own_text and run.data_fingerprint not in ("", corpus.fingerprint):
         rule = "its validation text, tokenizer or packing is not what the run was trained with, so the loss would mean nothing"
         raise DataError(Problem(f"the data of {path} has changed", rule, "the text the run was started with"))
     progress("scoring the validation text")
     batches = corpus.validation.batches(config.evaluate.batch_size, config.evaluate.tokens)
-    loss = build_loss(run.plan.loss, run.plan.precision)
+    score = build_score(run.plan.loss, run.plan.precision)
     with explained_memory_errors(run.plan, cures=(f"evaluate.batch_size={max(1, config.evaluate.batch_size // 2)}",)):
-        result = evaluate_batches(run.model, loss, batches, torch.device(run.plan.device))
+        result = evaluate_batches(run.model, score, batches, torch.device(run.plan.device))
     document = {
         "run": str(path),
         "step": run.step,
+        "data": corpus.summary,
         "loss": result.loss,
         "perplexity": math.exp(result.loss) if result.loss < LARGEST_EXPONENT else math.inf,
         "targets": result.num_targets,
     }
+    bits = corpus.bits_per_byte(result.loss)
+    if bits is not None:
+        document["bits_per_byte"] = bits
     if corpus.byte_frequency_bits is not None:
-        document["bits_per_byte"] = corpus.bits_per_byte(result.loss)
         document["byte_frequency_bits_per_byte"] = corpus.byte_frequency_bits
     return document
+
+
+def data_to_score(run: SavedRun, composed: Composed) -> tuple[bool, DataConfig]:
+    """Whether it is the run's own data that is scored, and the data.
+
+    What the command does not say about `data` is as in the run. Files that it names are scored whole, unless it says what share of
+    them is to be held out.
+
+    Raises:
+        ConfigError: rows longer than a model with learned positions can read.
+    """
+    asked, given = composed.config.data, {key.removeprefix("data.") for key in composed.origins if key.startswith("data.")}
+    if not given:
+        return True, run.config.data
+    form = {name: getattr(asked, name) for name in ("sequence_length", "packing", "bos", "eos") if name in given}
+    data = replace(run.config.data, **form)
+    if given - set(form):
+        source = asked.source
+        if isinstance(source, TextData | RecordData | TokenData) and not given & {"validation_path", "validation_fraction"}:
+            source = replace(source, validation_path=source.path)
+        data = replace(data, source=source)
+    rows = run.plan.model.max_positions
+    if run.plan.model.position is PositionKind.LEARNED and data.sequence_length > rows:
+        rule = f"at most the {rows} positions the model has learned"
+        raise ConfigError(Problem(f"data.sequence_length={data.sequence_length}", rule, f"data.sequence_length={rows}"))
+    return False, data
 
 
 def generate_text(path: Path, config: Config) -> Iterator[str]:
@@ -139,8 +171,7 @@ def generate_text(path: Path, config: Config) -> Iterator[str]:
     if isinstance(run.config.data.source, SyntheticData):
         raise ConfigError(Problem(f"{path} was trained on synthetic tokens", "there is no text to generate", "a run on text"))
     tokenizer = run.tokenizer
-    prompt = [tokenizer.bos_id] if run.config.data.bos or not settings.prompt else []
-    prompt += [int(token) for token in tokenizer.encode(settings.prompt)]
+    prompt = prompt_ids(tokenizer, settings.prompt, bos=run.config.data.bos)
     ids: list[int] = []
     shown = ""
     for token in generate(run.model, prompt, settings, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size):
@@ -151,3 +182,16 @@ def generate_text(path: Path, config: Config) -> Iterator[str]:
             yield text[len(shown) :]
             shown = text
     yield tokenizer.decode(ids)[len(shown) :]
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str, *, bos: bool | None) -> list[int]:
+    """Ids of a prompt as documents of training begin: with a begin-of-text token where they have one (`data.bos`, None = auto).
+
+    An empty prompt begins a text in any case: with the begin-of-text token, else with the end of the text before.
+    """
+    ids = [int(token) for token in tokenizer.encode(text)]
+    framed = tokenizer.bos_id is not None and (tokenizer.bos_id != tokenizer.eos_id if bos is None else bos)
+    if framed or not ids:
+        first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+        ids = [first, *ids] if first is not None else ids
+    return ids

@@ -22,7 +22,12 @@ from llmtrain.plan.shapes import num_parameters
 pytestmark = pytest.mark.usefixtures("remembered_files")
 
 OPTIONS = [(group, option) for group, options in group_options().items() for option in options]
-NEEDS = {("data", "text"): ["data.path=some.txt"]}
+BACKENDS = ("reference", "sdpa", "blocked", "flash_attn", "flex")
+NEEDS = {
+    **{("data", kind): ["data.path=some.txt"] for kind in ("text", "jsonl", "parquet", "tokens")},
+    **{("tokenizer", kind): ["tokenizer.path=some.file"] for kind in ("file", "tiktoken", "sentencepiece")},
+    ("tokenizer", "ids"): ["data=synthetic", "model.vocab_size=300"],
+}
 
 
 @pytest.mark.parametrize("group,option", OPTIONS)
@@ -37,19 +42,20 @@ def test_every_option_composes(group: str, option: str) -> None:
 def test_every_option_is_planned(group: str, option: str) -> None:
     config = compose_config([f"{group}={option}", *NEEDS.get((group, option), [])]).config
     device = "cpu" if config.launch.device == "auto" else config.launch.device
+    device = "cuda" if option in ("flash_attn", "flex") else device
     machine = Machine(
         device=device,
         device_reason="",
         device_name="",
         num_devices=1,
-        memory_bytes=8 * 2**30,
+        memory_bytes=2**44,  # the largest model preset needs 6 TiB
         cores=2,
         world_size=1,
         world_source="one process",
         bf16_native=True,
-        options={f"attention.backend={backend}": Availability(True) for backend in ("reference", "sdpa", "blocked")},
+        options={f"attention.backend={backend}": Availability(True) for backend in BACKENDS},
     )
-    plan = make_plan(config, machine, vocab_size=None if config.tokenizer.kind != "char" else 100)
+    plan = make_plan(config, machine, vocab_size=None if config.tokenizer.kind in ("byte", "bpe") else 300)
     assert plan.steps == config.train.steps and plan.num_parameters > 0
     assert plan.batch.global_batch_size == config.accumulation.global_batch_size
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from helpers.material import write_material
 from helpers.observers import (
     Observer,
     Place,
@@ -19,9 +20,12 @@ from helpers.observers import (
     checkpoints,
     computed,
     evaluated,
+    exported,
+    first_loss,
     generated,
     memory,
     operations,
+    prepared,
     printed_steps,
     process_in_update,
     records,
@@ -30,12 +34,22 @@ from helpers.observers import (
     scored_batches,
     survives_bad_batches,
     tokens,
+    tokens_or_refusal,
+    tracked,
+    tracked_by,
+    worker_processes,
 )
 from helpers.runs import SMALL, write_text
 
 from llmtrain.config.compose import compose_config
 from llmtrain.config.keys import leaves
 
+LINEAR = ("model.rope.scaling.kind=linear",)
+LLAMA3 = ("model.rope.scaling.kind=llama3", "model.rope.scaling.factor=8", "model.rope.scaling.original_max_positions=16")
+YARN = ("model.rope.scaling.kind=yarn", "model.rope.scaling.factor=8", "model.rope.scaling.original_max_positions=1024")
+JSONL = ("data.kind=jsonl", "data.path={place}/good.jsonl", "data.validation_fraction=0.3")
+IDS = ("data.kind=tokens", "data.path={place}/ids.bin", "data.cache_dir=null", "tokenizer.kind=ids", "model.vocab_size=300")
+TOKENIZER_FILE = ("tokenizer.kind=file", "tokenizer.path={place}/tokenizer.json", "tokenizer.eos_token=<end>")
 NOT_YET = "not available in this version"
 LONG = "generate.max_tokens=40"
 
@@ -68,6 +82,7 @@ ROWS = (
     row("train.deterministic", "true", process_in_update),
     row("train.gc_every", "2", process_in_update),
     row("train.max_consecutive_skips", "1", survives_bad_batches),
+    row("model.init_from", "{place}/runs/trained", first_loss),
     row("model.dim", "48", built),
     row("model.num_layers", "3", built),
     row("model.vocab_size", "300", built),
@@ -84,16 +99,32 @@ ROWS = (
     row("model.attention.qk_norm", "true", built),
     row("model.attention.bias", "true", built),
     row("model.attention.output_bias", "true", built),
+    row("model.attention.window", "4", computed),
+    row("model.attention.window_pattern", "SL", computed, "model.attention.window=4"),
     row("model.feed_forward.kind", "gelu", built),
     row("model.feed_forward.hidden_dim", "40", built),
     row("model.feed_forward.bias", "true", built),
     row("model.rope.theta", "100", computed),
+    Row("model.rope.scaling.kind", (*LINEAR, "model.rope.scaling.factor=4"), computed),
+    row("model.rope.scaling.factor", "8", computed, *LINEAR, "model.rope.scaling.factor=4"),
+    row("model.rope.scaling.original_max_positions", "32", computed, *LLAMA3),
+    row("model.rope.scaling.low_freq_factor", "2", computed, *LLAMA3),
+    row("model.rope.scaling.high_freq_factor", "2", computed, *LLAMA3),
+    row("model.rope.scaling.beta_fast", "2", computed, *YARN),
+    row("model.rope.scaling.beta_slow", "0.1", computed, *YARN),
+    row("model.rope.scaling.attention_factor", "1.5", computed, *YARN),
     row("model.dropout.embedding", "0.5", computed),
     row("model.dropout.attention", "0.5", computed),
     row("model.dropout.residual", "0.5", computed),
     row("model.dropout.feed_forward", "0.5", computed),
     Row("data.kind", ("data.kind=synthetic", "data.path=null", "data.cache_dir=null"), tokens),
     Row("data.path", (), tokens),
+    row("data.validation_path", "{place}/text/01.txt", records, "train.eval_every=2"),
+    row("data.text_field", "body", tokens, *JSONL),
+    row("data.on_bad", "skip", tokens_or_refusal, "data.kind=jsonl", "data.path={place}/bad.jsonl"),
+    row("data.max_document_bytes", "20", tokens_or_refusal, *JSONL),
+    row("data.format", "llm_c", tokens_or_refusal, *IDS),
+    row("data.dtype", "uint32", tokens_or_refusal, *IDS),
     row("data.sequence_length", "32", tokens),
     row("data.packing", "document", tokens),
     row("data.bos", "false", tokens),
@@ -102,6 +133,18 @@ ROWS = (
     Row("data.cache_dir", (), cached_files),
     row("tokenizer.kind", "char", tokens),
     row("tokenizer.vocab_size", "280", tokens, "tokenizer.kind=bpe"),
+    row("tokenizer.path", "{place}/other.json", tokens, *TOKENIZER_FILE),
+    row("tokenizer.bos_token", "<begin>", tokens, *TOKENIZER_FILE),
+    row("tokenizer.eos_token", "<begin>", tokens, *TOKENIZER_FILE),
+    row(
+        "tokenizer.pattern",
+        "cl100k",
+        built,
+        "tokenizer.kind=tiktoken",
+        "tokenizer.path={place}/ranks.tiktoken",
+        "tokenizer.pattern=gpt2",
+    ),
+    row("tokenizer.eos_id", "11", tokens, *IDS, "data.packing=document", "tokenizer.eos_id=10"),
     row("precision.kind", "bf16", operations),
     row("recompute.kind", "full", memory),
     row("recompute.keep", "[attention]", memory, "recompute.kind=selective"),
@@ -109,6 +152,7 @@ ROWS = (
     Row("accumulation.global_batch_tokens", ("accumulation.global_batch_tokens=192",), computed),
     row("accumulation.micro_batch_size", "2", operations),
     row("attention.backend", "sdpa", operations),
+    row("attention.kernel", "math", operations, "attention.backend=sdpa"),
     row("loss.kind", "chunked", operations),
     row("loss.chunk_size", "16", memory, "loss.kind=chunked"),
     row("compile.kind", "blocks", refused),
@@ -134,7 +178,13 @@ ROWS = (
     row("parallelism.offload", "cpu", refused),
     row("checkpoint.every", "2", checkpoints),
     row("checkpoint.keep", "1", checkpoints, "checkpoint.every=2"),
-    row("tracker.kinds", "[wandb]", refused),
+    row("tracker.wandb.enabled", "true", tracked),
+    row("tracker.wandb.mode", "online", tracked_by, "tracker.wandb.enabled=true"),
+    row("tracker.wandb.project", "mine", tracked_by, "tracker.wandb.enabled=true"),
+    row("tracker.wandb.entity", "us", tracked_by, "tracker.wandb.enabled=true"),
+    row("tracker.wandb.group", "pairs", tracked_by, "tracker.wandb.enabled=true"),
+    row("tracker.wandb.tags", "[a,b]", tracked_by, "tracker.wandb.enabled=true"),
+    row("tracker.tensorboard.enabled", "true", tracked),
     row("profile.kind", "window", refused),
     row("cluster.nodes", "2", refused),
     row("cluster.devices_per_node", "8", refused),
@@ -154,6 +204,12 @@ ROWS = (
     row("generate.top_k", "1", generated, LONG),
     row("generate.top_p", "0.01", generated, LONG),
     row("generate.seed", "5", generated, LONG),
+    Row("prepare.path", ("prepare.path={place}/tokens",), prepared),
+    row("prepare.workers", "2", worker_processes),
+    row("prepare.shard_bytes", "200", prepared, "prepare.path={place}/tokens"),
+    row("convert.step", "2", exported),
+    row("convert.dtype", "bf16", exported),
+    row("convert.shard_bytes", "20000", exported),
     row("output", "json", evaluated),
 )
 
@@ -164,6 +220,7 @@ REFUSED_KEYS = {row.key for row in ROWS if row.observe is refused}
 def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("every-key")
     (root / "runs").mkdir()
+    write_material(root)
     return Place(write_text(root / "text", bytes_per_document=60), root / "runs")
 
 
@@ -174,10 +231,15 @@ def unchanged(place):
 
     def observe(observer: Observer, around: tuple[str, ...]) -> Any:
         if (observer, around) not in seen:
-            seen[observer, around] = observer(place, *around)
+            seen[observer, around] = observer(place, *filled(around, place))
         return seen[observer, around]
 
     return observe
+
+
+def filled(words: tuple[str, ...], place: Place) -> tuple[str, ...]:
+    """Words with the folder of this session in them."""
+    return tuple(word.replace("{place}", str(place.text.parent)) for word in words)
 
 
 def special_words(item: Row, place: Place) -> tuple[str, ...]:
@@ -202,7 +264,7 @@ def test_every_key_of_the_schema_has_a_row():
 @pytest.mark.parametrize("item", ROWS, ids=lambda item: item.key)
 def test_every_key(item, place, unchanged):
     before = unchanged(item.observe, item.around)
-    after = item.observe(place, *item.around, *special_words(item, place))
+    after = item.observe(place, *filled((*item.around, *special_words(item, place)), place))
     if item.key in REFUSED_KEYS:
         assert before == ""
         assert NOT_YET in after and item.key in after, after

@@ -28,7 +28,8 @@ MISTAKES = [
     # not in this version
     (["precision=fp16"], ["precision=fp16", "not available in this version", "precision=auto, bf16 or fp32"]),
     (["optimizer.kind=muon"], ["optimizer.kind=muon", "not available in this version", "optimizer.kind=adamw"]),
-    (["+tracker=wandb"], ["+tracker=wandb", "not available in this version", "leave out tracker"]),
+    (["tracker.wandb.project=x"], ["tracker.wandb.project=x", "is not used", "tracker=wandb"]),
+    (["tracker=wandbb"], ["tracker=wandbb", "the options of tracker are tensorboard, wandb", "tracker=wandb"]),
     (["cluster.nodes=2"], ["cluster.nodes=2", "not available in this version", "leave out cluster.nodes"]),
     (["parallelism.tp=2"], ["parallelism.tp=2", "not available in this version, which runs one process", "parallelism.tp=1"]),
     (["launch.nproc=4"], ["launch.nproc=4", "not available in this version, which runs one process", "launch.nproc=1"]),
@@ -56,7 +57,7 @@ MISTAKES = [
     (["recompute=[none,full]"], ["recompute=[none,full]", "one option at a time", "recompute=full"]),
     (["train.steps=9", "train.tokens=9"], ["train.steps=9 train.tokens=9", "both say how long", "leave one of them out"]),
     # between keys
-    (["data.path=book.txt"], ["data.path=book.txt", "only data=text reads it", "data=text"]),
+    (["data.path=book.txt"], ["data.path=book.txt", "only data=text, jsonl, parquet or tokens reads it", "data=text"]),
     (["data=text"], ["data=text", "needs the file or folder", "data.path="]),
     (["recompute.keep=[matmul]"], ["recompute.keep=[matmul]", "only recompute=selective", "recompute=selective"]),
     (["train.stop_after=2000"], ["train.stop_after=2000", "the 1000 updates", "train.stop_after=1000 or train.steps=2000"]),
@@ -65,7 +66,12 @@ MISTAKES = [
     (["model.attention.num_heads=3"], ["model.dim=128", "divisible by model.attention.num_heads = 3", "126", "num_heads=4"]),
     (["model.dropout.attention=0.1"], ["model.dropout.attention=0.1", "only attention=reference", "attention=reference"]),
     (["model.vocab_size=100"], ["model.vocab_size=100", "258 tokens of tokenizer=byte", "model.vocab_size=258 or auto"]),
-    (["data=synthetic", "tokenizer=bpe"], ["tokenizer=bpe", "made from text", "tokenizer=byte or data=stdlib"]),
+    (["data=synthetic", "tokenizer=bpe"], ["tokenizer=bpe", "turns text into tokens", "tokenizer=byte or data=stdlib"]),
+    (["data=jsonl"], ["data=jsonl", "needs the file or folder", "data.path="]),
+    (["tokenizer=file"], ["tokenizer=file", "needs the tokenizer.json", "tokenizer.path=FILE"]),
+    (["attention.kernel=flash"], ["attention.kernel=flash", "a kernel of attention=sdpa", "attention=sdpa"]),
+    (["model.attention.window_pattern=SL"], ["window_pattern=SL", "how short, is not given", "model.attention.window=128"]),
+    (["model.init_from=nowhere"], ["model.init_from=nowhere", "not a run folder", "llmtrain convert"]),
     (["generate.temperature=0", "generate.top_k=5"], ["generate.top_k=5", "likeliest token", "leave out generate.top_k"]),
 ]
 

@@ -15,6 +15,8 @@ from llmtrain.config.rules import Check, check_rules
 pytestmark = pytest.mark.usefixtures("remembered_files")
 
 # Rule: words that break it and nothing else, then word lists that are fine.
+YARN = "model.rope.scaling.kind=yarn model.rope.scaling.factor=4 model.rope.scaling.original_max_positions=4096"
+
 CASES = {
     "run_name_is_a_folder_name": ("run.name=..", ["run.name=a..b", "run.name=ünï-1.2_x", "run.name=null"]),
     "path_is_not_empty": ("run.dir=", ["run.dir=.", "run.dir=/tmp/a b", "data=text data.path=.. data.cache_dir=/c"]),
@@ -59,14 +61,40 @@ CASES = {
         "model.attention.head_dim=33",
         ["model.attention.head_dim=34", "model.attention.head_dim=33 model.position=learned"],
     ),
-    "position_table_covers_a_sequence": (
-        "model.position=learned model.max_positions=255",
-        ["model.position=learned model.max_positions=256", "model.position=learned data.sequence_length=1024"],
+    "longest_text_covers_a_sequence": (
+        "model.max_positions=255",
+        ["model.max_positions=256", "model.max_positions=4096", "model.position=learned data.sequence_length=1024"],
     ),
-    "position_table_needs_learned_positions": ("model.max_positions=512", ["model=tiny_gpt2 model.max_positions=512"]),
     "theta_needs_rotary_positions": (
         "model=small_gpt2 model.rope.theta=500000",
         ["model.rope.theta=500000", "model=small_gpt2 model.rope.theta=10000"],
+    ),
+    "scaling_needs_rotary_positions": (
+        "model=tiny_gpt2 model.rope.scaling.kind=linear model.rope.scaling.factor=2",
+        ["model.rope.scaling.kind=linear model.rope.scaling.factor=2", "model=tiny_gpt2"],
+    ),
+    "rope_scaling_is_complete": (
+        "model.rope.scaling.kind=llama3 model.rope.scaling.factor=8",
+        [
+            "model.rope.scaling.kind=llama3 model.rope.scaling.factor=8 model.rope.scaling.original_max_positions=8192",
+            "model.rope.scaling.kind=linear model.rope.scaling.factor=1",
+        ],
+    ),
+    "rope_ramp_rises": (
+        f"{YARN} model.rope.scaling.beta_slow=32",
+        [f"{YARN} model.rope.scaling.beta_slow=31", f"{YARN} model.rope.scaling.beta_slow=40 model.rope.scaling.beta_fast=41"],
+    ),
+    "window_pattern_has_two_letters": (
+        "model.attention.window=8 model.attention.window_pattern=SSX",
+        ["model.attention.window=8 model.attention.window_pattern=SSL"],
+    ),
+    "windows_are_used": (
+        "model.attention.window_pattern=SL",
+        ["model.attention.window=8", "model.attention.window=8 model.attention.window_pattern=LS"],
+    ),
+    "kernel_belongs_to_the_backend": (
+        "attention=sdpa attention.kernel=fa2",
+        ["attention=sdpa attention.kernel=math", "attention=flash_attn attention.kernel=fa3"],
     ),
     "attention_dropout_needs_the_reference_backend": (
         "model.dropout.attention=0.1 attention=sdpa",
@@ -81,14 +109,47 @@ CASES = {
             "model.vocab_size=258",
         ],
     ),
-    "text_needs_a_path": ("data=text", ["data=text data.path=x"]),
-    "synthetic_data_has_no_text_to_learn_tokens_from": (
-        "data=synthetic tokenizer=char",
-        ["data=synthetic model.vocab_size=32000"],
+    "files_need_a_path": ("data=jsonl", ["data=jsonl data.path=x", "data=tokens data.path=x", "data=synthetic"]),
+    "one_way_to_hold_out": (
+        "data=text data.path=x data.validation_path=y data.validation_fraction=0.1",
+        ["data=text data.path=x data.validation_path=y", "data=text data.path=x data.validation_fraction=0.1"],
     ),
-    "synthetic_data_has_no_marks_to_leave_out": ("data=synthetic data.eos=false", ["data.eos=false data.bos=false"]),
+    "validation_is_other_text": (
+        "data=text data.path=x data.validation_path=x",
+        ["data=text data.path=x data.validation_path=y", "data=text data.path=x"],
+    ),
+    "dtype_is_for_raw_files": (
+        "data=tokens data.path=x data.dtype=uint16 data.format=megatron",
+        ["data=tokens data.path=x data.dtype=uint16", "data=tokens data.path=x data.dtype=uint32 data.format=raw"],
+    ),
+    "tokens_have_their_marks": (
+        "data=synthetic data.eos=false",
+        ["data.eos=false data.bos=false", "data=tokens data.path=x data.eos=true"],
+    ),
+    "tokenizer_files_need_a_path": ("tokenizer=tiktoken", ["tokenizer=tiktoken tokenizer.path=x", "tokenizer=byte"]),
+    "learnt_tokenizers_need_text": (
+        "data=tokens data.path=x tokenizer=bpe",
+        ["data=tokens data.path=x", "data=tokens data.path=x tokenizer=file tokenizer.path=x"],
+    ),
+    "plain_ids_come_from_token_files": (
+        "tokenizer=ids model.vocab_size=300",
+        ["data=tokens data.path=x tokenizer=ids model.vocab_size=300", "data=synthetic tokenizer=ids model.vocab_size=300"],
+    ),
+    "plain_ids_need_a_vocabulary": (
+        "data=synthetic tokenizer=ids",
+        ["data=synthetic tokenizer=ids model.vocab_size=300"],
+    ),
+    "end_of_text_is_in_the_vocabulary": (
+        "data=tokens data.path=x tokenizer=ids model.vocab_size=300 tokenizer.eos_id=300",
+        ["data=tokens data.path=x tokenizer=ids model.vocab_size=300 tokenizer.eos_id=299"],
+    ),
+    "synthetic_data_has_no_text": (
+        "data=synthetic tokenizer=char",
+        ["data=synthetic model.vocab_size=32000", "data=synthetic tokenizer=byte"],
+    ),
     "one_process_only": ("parallelism.pp=2", ["parallelism.dp_replicate=1 launch.nproc=1", "parallelism.tp=1"]),
     "ddp_keeps_whole_copies": ("parallelism.dp_shard=auto", ["parallelism.dp_shard=1"]),
+    "trackers_are_on": ("tracker.wandb.project=mine", ["tracker=wandb tracker.wandb.project=mine", "tracker=tensorboard"]),
     "greedy_sampling_has_no_candidates": (
         "generate.temperature=0 generate.top_p=0.5",
         ["generate.temperature=0", "generate.temperature=0.1 generate.top_p=0.5 generate.top_k=3"],

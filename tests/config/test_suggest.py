@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.config.compose import compose_config
+from llmtrain.config.declare import MAX_BATCH_TOKENS
 from llmtrain.config.errors import ConfigError
 from llmtrain.config.keys import ValueKind, leaves
-from llmtrain.config.schema import MAX_BATCH_TOKENS
 from llmtrain.config.suggest import divisors, divisors_near
 
 

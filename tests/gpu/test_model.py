@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.attention import attend
 from helpers.models import DROPOUT, LLAMA_LIKE, SHAPES, gradients, random_tokens, relative_error
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from llmtrain.dist.torch_private import TorchDispatchMode
 from llmtrain.model.cache import KVCache
 from llmtrain.model.init import materialize
 from llmtrain.model.transformer import Transformer
-from llmtrain.ops.attention import AttentionDropout, document_mask, reference_attention, sdpa_attention
+from llmtrain.ops.attention import attention_backend
 from llmtrain.ops.cross_entropy import build_loss
 from llmtrain.ops.random import DropoutKey, Site, uniform_lanes
 from llmtrain.parallel.recompute import apply_recompute
@@ -127,10 +128,10 @@ def test_sdpa_never_writes_out_all_scores(dtype: torch.dtype, packed: bool, num_
         torch.randn(2, length, heads, 64, device="cuda").to(dtype).transpose(1, 2).requires_grad_()
         for heads, length in ((8, num_queries), (kv_heads, 64), (kv_heads, 64))
     )
-    allowed = document_mask((torch.arange(64, device="cuda") // 25).repeat(2, 1)) if packed else None
-    expected = reference_attention(query, key, value, allowed, AttentionDropout(0.0, None, 0))
+    ids = (torch.arange(64, device="cuda") // 25).repeat(2, 1) if packed else None
+    expected = attend(attention_backend("reference"), query, key, value, document_ids=ids)
     with Operations() as operations:
-        found = sdpa_attention(query, key, value, allowed, AttentionDropout(0.0, None, 0))
+        found = attend(attention_backend("sdpa"), query, key, value, document_ids=ids)
         found.sum().backward()
     fused = {name for name in operations.names if name.startswith("_scaled_dot_product_") and name.endswith("_attention")}
     assert len(fused) == 1, operations.names

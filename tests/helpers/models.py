@@ -19,6 +19,7 @@ from llmtrain.config.typed import (
 )
 from llmtrain.model.init import materialize
 from llmtrain.model.transformer import Transformer
+from llmtrain.ops.attention import AttentionBackend
 from llmtrain.plan.precision import PRECISION_TABLES
 
 VOCAB_SIZE = 61
@@ -51,12 +52,16 @@ GPT2_LIKE = replace(
 
 QK_NORM = replace(LLAMA_LIKE, attention=replace(LLAMA_LIKE.attention, qk_norm=True, bias=True), tie_embeddings=True)
 
+WINDOWED = replace(LLAMA_LIKE, num_layers=4, attention=replace(LLAMA_LIKE.attention, windows=(4, None, 4)))
+
 SHAPES = {"llama": LLAMA_LIKE, "gpt2": GPT2_LIKE, "qk_norm": QK_NORM}
 
 DROPOUT = DropoutConfig(embedding=0.5, attention=0.5, residual=0.5, feed_forward=0.5)
 
 
-def build(config: ModelConfig, *, precision: str = "fp32", backend: str = "reference", seed: int = 0) -> Transformer:
+def build(
+    config: ModelConfig, *, precision: str = "fp32", backend: AttentionBackend | str = "reference", seed: int = 0
+) -> Transformer:
     """A model with its initial weights, on the CPU."""
     model = Transformer(config, PRECISION_TABLES[precision], backend)
     materialize(model, seed=seed, device="cpu")

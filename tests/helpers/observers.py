@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +20,12 @@ from helpers.runs import run, run_words, saved
 from llmtrain.cli.dispatch import dispatch
 from llmtrain.config.compose import compose_config
 from llmtrain.config.errors import LlmtrainError
+from llmtrain.data import prepare
 from llmtrain.data.corpus import build_corpus
 from llmtrain.data.loader import ValidationLoader
 from llmtrain.dist.torch_private import TorchDispatchMode
 from llmtrain.metrics.memory import NoLedger, StorageLedger
+from llmtrain.metrics.tracker_wandb import WandbTracker
 from llmtrain.plan.make_plan import make_plan
 from llmtrain.train.assemble import build_engine
 from llmtrain.train.forward_backward import PlainForwardBackward
@@ -114,11 +117,72 @@ def tokens(place: Place, *words: str) -> Any:
     return [None if t is None else t.tolist() for t in (batch.tokens, batch.targets, batch.positions)]
 
 
+def tokens_or_refusal(place: Place, *words: str) -> Any:
+    """The first batch, or why there is none."""
+    return refusal(lambda *more: tokens(place, *more), *words) or tokens(place, *words)
+
+
 def records(place: Place, *words: str) -> Any:
     """Which steps were recorded, and the validation losses among them."""
     folder, _ = place.run(*words)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line.get("val_loss")) for line in lines]
+
+
+def first_loss(place: Place, *words: str) -> Any:
+    """The loss before any update."""
+    trained(place)
+    folder, _ = place.run("train.steps=1", *words)
+    return json.loads((folder / "metrics.jsonl").read_text())["loss"]
+
+
+def tracked(place: Place, *words: str) -> Any:
+    """What lies in the run folder besides its own files."""
+    folder, _ = place.run(*words)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def tracked_by(place: Place, *words: str) -> Any:
+    """What Weights & Biases is started with; it is not started."""
+    seen: list[Any] = []
+
+    def send(self: WandbTracker, message: Any) -> None:
+        seen.append({name: message["run"][name] for name in ("mode", "project", "entity", "group", "tags")})
+        raise RuntimeError("seen enough")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WandbTracker, "send", send)
+        place.run(*words)
+    return seen
+
+
+def prepared(place: Place, *words: str) -> Any:
+    """Files of token folders that `prepare` leaves."""
+    shutil.rmtree(place.text.parent / "tokens", ignore_errors=True)
+    said = printed_by("prepare", "data=text", f"data.path={place.text}", f"data.cache_dir={place.runs / 'cache'}", *words)
+    return sorted(path.name for path in (place.text.parent / "tokens").rglob("*")), "tokens" in said
+
+
+def worker_processes(place: Place, *words: str) -> Any:
+    """How many processes tokenize."""
+    seen = []
+    plain = prepare.make_shards
+
+    def looking(settings: Any, units: Any, num_workers: int, report: Any) -> Any:
+        seen.append(num_workers)
+        return plain(settings, units, num_workers, report)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "make_shards", looking)
+        prepared(place, f"prepare.path={place.text.parent / 'tokens'}", *words)
+    return seen
+
+
+def exported(place: Place, *words: str) -> Any:
+    """Files, sizes and the first bytes of weights of an export."""
+    target = place.text.parent / f"export-{len(list(place.text.parent.iterdir()))}"
+    printed_by("convert", str(trained(place)), f"hf:{target}", *words)
+    return [(path.name, path.stat().st_size, path.read_bytes()[-64:]) for path in sorted(target.glob("*.safetensors"))]
 
 
 def checkpoints(place: Place, *words: str) -> Any:
@@ -194,7 +258,7 @@ def run_folders(place: Place, *words: str) -> Any:
 def cached_files(place: Place, *words: str) -> Any:
     """Where prepared tokens lie."""
     engine_of(place, words)
-    return sorted(path.parents[1].name for path in place.runs.parent.rglob("train.tokens"))
+    return sorted(path.parents[1].name for path in place.runs.parent.rglob("train-00000.tokens"))
 
 
 def trained(place: Place) -> Path:
@@ -206,14 +270,19 @@ def trained(place: Place) -> Path:
     return folder
 
 
+def printed_by(*words: str) -> str:
+    """What a command prints on standard output."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        assert dispatch([*words]) == 0
+    return out.getvalue()
+
+
 def command(verb: str) -> Observer:
     """What a verb on a run folder prints."""
 
     def observe(place: Place, *words: str) -> Any:
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-            assert dispatch([verb, str(trained(place)), "launch.threads=1", *words]) == 0
-        return out.getvalue()
+        return printed_by(verb, str(trained(place)), "launch.threads=1", *words)
 
     return observe
 

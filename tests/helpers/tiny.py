@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from llmtrain.config import schema
-from llmtrain.config.typed import Config, build_config
+from llmtrain.config.freeze import build_config
+from llmtrain.config.typed import Config
 from llmtrain.data.loader import Batch
 from llmtrain.plan.make_plan import make_plan
 from llmtrain.plan.plan import Machine, Plan

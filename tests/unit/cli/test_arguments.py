@@ -65,7 +65,7 @@ def test_a_page_is_shown_whatever_else_was_typed() -> None:
     [
         (["trian"], ("error: trian", "no verb of this name", "try   train", "command line, word 1")),
         (["+precision=bf16", "evalaute", "runs/a"], ("error: evalaute", "try   evaluate", "word 2")),
-        (["zzz"], ("one of doctor, train, evaluate, generate",)),
+        (["zzz"], ("one of doctor, prepare, train, evaluate, generate, convert",)),
         (["--halp"], ("error: --halp", "try   --help")),
         (["--mulitrun"], ("try   --multirun",)),
         (["-x"], ("error: -x", "llmtrain --help")),
@@ -78,7 +78,7 @@ def test_a_page_is_shown_whatever_else_was_typed() -> None:
         (["--resolve"], ("only with --cfg job",)),
         (["-m", "evaluate", "runs/a"], ("only for the verb train, here verb evaluate",)),
         (["-m", "--cfg", "job"], ("here --cfg job",)),
-        (["evaluate"], ("error: no run folder", "evaluate takes 1 run folder", "llmtrain evaluate runs/NAME")),
+        (["evaluate"], ("error: no folder", "evaluate takes RUN_FOLDER", "llmtrain evaluate runs/NAME")),
         (["generate", "runs/a", "runs/b"], ("error: runs/a runs/b",)),
         (["train", "runs/a"], ("train takes no run folder", "run.name=a run.dir=runs")),
         (["runs/a"], ("run folders follow it", "llmtrain evaluate runs/a", "run.name=a")),

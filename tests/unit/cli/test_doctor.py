@@ -41,7 +41,7 @@ def test_reasons_come_from_the_parts() -> None:
     listed = {"tokenizer": ["byte", "bpe"], "attention": ["sdpa"]}
     table = option_table(listed, {"tokenizer=bpe": reason, "attention.backend=sdpa": reason})
     assert table["tokenizer"]["bpe"] == reason and table["attention"]["sdpa"] == reason
-    assert table["tokenizer"]["byte"].available and not table["tokenizer"]["tiktoken"].available
+    assert table["tokenizer"]["byte"].available and not table["precision"]["fp16"].available
     assert table["cluster"] == {}
 
 

@@ -18,6 +18,7 @@ from helpers.scripts import ROOT
 
 from llmtrain.cli.dispatch import dispatch
 from llmtrain.cli.verbs import VERBS
+from llmtrain.config.compose import Composed
 from llmtrain.config.keys import leaves
 from llmtrain.config.typed import Config
 from llmtrain.metrics.console import PlainConsole
@@ -35,7 +36,8 @@ def a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def scored(folder: Path, config: Config, progress: Callable[[str], None]) -> dict[str, Any]:
+def scored(folder: Path, composed: Composed, progress: Callable[[str], None]) -> dict[str, Any]:
+    config = composed.config
     assert (folder, config.evaluate.tokens, config.launch.threads) == (Path("runs/a"), 96, 1)
     progress("scoring")
     return RESULT
@@ -151,7 +153,7 @@ def test_generate_without_a_terminal_says_nothing_once_the_text_has_begun(
 @pytest.mark.parametrize("word", ["optimizer.lr=1", "+precision=fp32", "model=tiny", "generate.seed=1"])
 def test_b56_a_key_the_verb_does_not_read_is_refused(a_run: Path, capsys: pytest.CaptureFixture[str], word: str) -> None:
     assert dispatch(["evaluate", "runs/a", "evaluate.tokens=96", word]) == 2
-    assert f"error: {word}\n  rule  evaluate reads evaluate, launch and output only" in capsys.readouterr().err
+    assert f"error: {word}\n  rule  evaluate reads evaluate, data, prepare, launch and output only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_b56_a_key_the_verb_does_not_read_is_refused(a_run: Path, capsys: pytest
         (
             ["train"],
             "evaluate.tokens=9",
-            "train reads neither evaluate, generate.step nor generate.prompt",
+            "train reads neither evaluate, convert, generate.step, generate.prompt nor prepare.path",
             "llmtrain evaluate",
         ),
         ([], "generate.step=3", "train reads neither", "llmtrain generate RUN_FOLDER generate.step=3"),
@@ -182,9 +184,12 @@ def test_b56_train_and_doctor_refuse_what_they_do_not_read(
 def test_b56_every_key_is_read_by_a_verb() -> None:
     """And the two verbs on a run folder read no key that a training decides."""
     for key in leaves():
+        section = key.partition(".")[0]
         readers = {name for name, verb in VERBS.items() if verb.built and verb.reads(key)}
-        assert readers & {"train", "evaluate", "generate"}, key
-        if key.partition(".")[0] not in ("evaluate", "generate", "launch", "output"):
+        assert readers & {"train", "evaluate", "generate", "prepare", "convert"}, key
+        if section in ("data", "tokenizer", "prepare"):
+            assert readers <= {"train", "evaluate", "prepare"}, key
+        elif section not in ("evaluate", "generate", "convert", "launch", "output"):
             assert readers == {"train"}, key
     assert VERBS["train"].reads("generate.max_tokens") and not VERBS["train"].reads("evaluate")
 

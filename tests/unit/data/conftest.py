@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from llmtrain.config.typed import DataConfig, Packing, TextData
+from llmtrain.config.typed_data import DataConfig, OnBad, Packing, RecordData, TextData, TextSource
 from llmtrain.data.packing import TokenStream
+from llmtrain.data.token_array import TokenArray
 
 
 @pytest.fixture
@@ -18,7 +22,7 @@ def make_stream() -> Callable[[Sequence[int]], TokenStream]:
 
     def make(lengths: Sequence[int]) -> TokenStream:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        return TokenStream(np.arange(1000, 1000 + offsets[-1], dtype=np.uint16), offsets)
+        return TokenStream(TokenArray([np.arange(1000, 1000 + offsets[-1], dtype=np.uint16)]), offsets)
 
     return make
 
@@ -39,7 +43,7 @@ def make_folder(tmp_path: Path) -> Callable[[Sequence[str]], Path]:
 
 @pytest.fixture
 def data_config(tmp_path: Path) -> Callable[..., DataConfig]:
-    """A data section that reads a path, with its cache under tmp_path."""
+    """A data section that reads a path, with its cache under tmp_path; `source` replaces fields of its source."""
 
     def make(
         path: Path,
@@ -47,10 +51,29 @@ def data_config(tmp_path: Path) -> Callable[..., DataConfig]:
         fraction: float = 0.2,
         sequence_length: int = 16,
         packing: Packing = Packing.CONCAT,
-        bos: bool = True,
+        bos: bool | None = None,
         eos: bool = True,
+        **source: Any,
     ) -> DataConfig:
-        source = TextData(str(path), fraction, str(tmp_path / "cache"))
-        return DataConfig(source, sequence_length, packing, bos, eos)
+        cache = str(tmp_path / "cache")
+        if path.suffix in (".jsonl", ".parquet"):
+            kind = "jsonl" if path.suffix == ".jsonl" else "parquet"
+            found: TextSource = RecordData(kind, str(path), None, fraction, cache, "text", OnBad.ERROR, 1 << 20)
+        else:
+            found = TextData(str(path), None, fraction, cache)
+        return DataConfig(replace(found, **source), sequence_length, packing, bos, eos)
+
+    return make
+
+
+@pytest.fixture
+def make_records(tmp_path: Path) -> Callable[[Sequence[str]], Path]:
+    """A file of JSON lines: one per string, which is taken as it is if it is no plain text (`raw:` in front)."""
+
+    def make(texts: Sequence[str], name: str = "records.jsonl") -> Path:
+        path = tmp_path / name
+        lines = [text[4:] if text.startswith("raw:") else json.dumps({"text": text}) for text in texts]
+        path.write_text("".join(f"{line}\n" for line in lines))
+        return path
 
     return make

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from llmtrain.config.errors import DataError
-from llmtrain.config.typed import (
+from llmtrain.config.typed_data import (
     BpeTokenizerConfig,
     ByteTokenizerConfig,
     CharTokenizerConfig,
@@ -24,8 +24,10 @@ from llmtrain.config.typed import (
     SyntheticData,
 )
 from llmtrain.data import corpus as corpus_module
+from llmtrain.data import units as units_module
 from llmtrain.data.corpus import Corpus, build_corpus
 from llmtrain.data.heartbeat import INTERVAL_SECONDS, Heartbeat
+from llmtrain.data.meter import count
 from llmtrain.data.sources import read_blocks, scan_source
 from llmtrain.data.synthetic import SyntheticRows
 from llmtrain.metrics.format import format_count
@@ -40,7 +42,7 @@ def build(data: DataConfig, tokenizer: Any = ByteTokenizerConfig(), *, seed: int
 
 
 def synthetic(packing: Packing = Packing.CONCAT) -> DataConfig:
-    return DataConfig(SyntheticData(), 16, packing, True, True)
+    return DataConfig(SyntheticData(), 16, packing, None, True)
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizerConfig(), CharTokenizerConfig(), BpeTokenizerConfig(280)])
@@ -123,9 +125,9 @@ def test_summary_is_one_line(make_folder: MakeFolder, data_config: MakeConfig) -
     ],
 )
 def test_counts_have_the_form_of_all_counts_of_a_run(number: int, text: str) -> None:
-    assert corpus_module._count(number) == text == format_count(number)
+    assert count(number) == text == format_count(number)
     for near in (number - 1, number + 1, 10 * number + 9):
-        assert corpus_module._count(near) == format_count(near)
+        assert count(near) == format_count(near)
 
 
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused(make_folder: MakeFolder, data_config: MakeConfig) -> None:
@@ -189,7 +191,7 @@ def test_synthetic_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_default_data_is_ready(tmp_path: Path) -> None:
-    corpus = build(DataConfig(StdlibData(0.05, str(tmp_path)), 256, Packing.CONCAT, True, True))
+    corpus = build(DataConfig(StdlibData(0.05, str(tmp_path)), 256, Packing.CONCAT, None, True))
     assert corpus.summary.startswith("Python's own library · ") and corpus.summary.endswith("(whole modules held out)")
     assert corpus.train.batch(0, 2).tokens.shape == (2, 256)
     assert corpus.byte_frequency_bits is not None and 4 < corpus.byte_frequency_bits < 6
@@ -205,7 +207,7 @@ def test_progress_speaks_during_one_long_call(
         assert spoken.wait(timeout=30)
         return scan_source(source)
 
-    monkeypatch.setattr(corpus_module, "scan_source", slow_scan)
+    monkeypatch.setattr(units_module, "scan_source", slow_scan)
     monkeypatch.setattr(corpus_module, "Heartbeat", lambda progress: Heartbeat(progress, interval_seconds=0.01))
     build_corpus(
         data_config(make_folder(TEXTS)), ByteTokenizerConfig(), seed=0, vocab_size=None, progress=lambda line: spoken.set()

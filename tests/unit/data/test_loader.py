@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.config.typed import Packing
+from llmtrain.config.typed_data import Packing
 from llmtrain.data.loader import Batch, TokenLoader, ValidationLoader
 from llmtrain.data.packing import TokenStream, pack
 from llmtrain.ops.cross_entropy import IGNORE_INDEX

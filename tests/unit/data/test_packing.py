@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from llmtrain.config.typed import Packing
+from llmtrain.config.typed_data import Packing
 from llmtrain.data.packing import RowArrays, Rows, TokenStream, pack
+from llmtrain.data.token_array import TokenArray
 from llmtrain.ops.cross_entropy import IGNORE_INDEX
 
 Maker = Callable[[Sequence[int]], TokenStream]
@@ -117,9 +119,54 @@ def test_b35_targets_are_the_next_token_of_cyclic_text(packing: Packing) -> None
     lengths = [23, 7, 40]
     tokens = np.concatenate([np.arange(n) % vocab for n in lengths]).astype(np.uint16)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    arrays = read_all(pack(TokenStream(tokens, offsets), packing, 8))
+    arrays = read_all(pack(TokenStream(TokenArray([tokens]), offsets), packing, 8))
     scored = arrays.targets != X
     wrong = arrays.targets[scored] != (arrays.tokens[scored] + 1) % vocab
     # Only in concat does a row predict across a border: 22 % 11 = 0 -> 0 and 6 -> 0.
     assert wrong.sum() == (2 if packing is Packing.CONCAT else 0)
     assert arrays.tokens.dtype == arrays.targets.dtype == np.int64
+
+
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=8).filter(lambda lengths: sum(lengths) > 1),
+    cuts=st.lists(st.integers(0, 240), max_size=5),
+    length=st.integers(2, 12),
+    packing=st.sampled_from(list(Packing)),
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_rows_do_not_depend_on_how_tokens_lie_in_files(
+    make_stream: Maker, lengths: list[int], cuts: list[int], length: int, packing: Packing
+) -> None:
+    """Parts cut anywhere, also inside documents and rows; borders that are found only when they are asked for."""
+    whole = make_stream(lengths)
+    ids = whole.tokens.read_range(0, len(whole.tokens))
+    borders = sorted({0, len(ids), *(cut % len(ids) for cut in cuts)})
+    parts = [ids[start:stop].astype([np.uint16, np.uint32][start % 2]) for start, stop in zip(borders, borders[1:])]
+    rows, expected = pack(TokenStream(TokenArray(parts), lambda: whole.offsets), packing, length), pack(whole, packing, length)
+    assert (rows.num_rows, rows.num_targets) == (expected.num_rows, expected.num_targets)
+    numbers = np.arange(rows.num_rows, dtype=np.int64)[::-1]
+    for found, column in zip(vars(rows.read(numbers)).values(), vars(expected.read(numbers)).values()):
+        assert (found is None) == (column is None) and (found is None or (found == column).all())
+
+
+@pytest.mark.parametrize("packing", [Packing.DOCUMENT, Packing.PADDED])
+def test_b30_what_a_document_holds_changes_no_other(make_stream: Maker, packing: Packing) -> None:
+    """Document 1 is swapped for other ids: everything else of every row is the same."""
+    stream = make_stream([5, 9, 2, 11])
+    before, after = stream.tokens.read_range(0, 27), stream.tokens.read_range(0, 27)
+    after[:5] = [7, 7, 8, 9, 9]
+    rows = [read_all(pack(TokenStream(TokenArray([ids]), stream.offsets), packing, 8)) for ids in (before, after)]
+    assert rows[0].document_ids is not None and rows[1].document_ids is not None
+    assert (rows[0].document_ids == rows[1].document_ids).all()
+    changed = (rows[0].tokens != rows[1].tokens) | (rows[0].targets != rows[1].targets)
+    assert changed.any() and set(rows[0].tokens[changed].tolist()) <= set(range(1000, 1005))
+    assert set(rows[0].targets[changed].tolist()) <= {*range(1000, 1005), X}
+
+
+def test_concat_asks_for_no_borders() -> None:
+    """Finding them may mean reading every token, and `concat` does not need them."""
+
+    def find() -> NDArray[np.int64]:
+        raise AssertionError
+
+    assert pack(TokenStream(TokenArray([np.arange(9, dtype=np.uint16)]), find), Packing.CONCAT, 4).num_rows == 2

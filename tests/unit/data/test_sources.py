@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmtrain.config.errors import ConfigError, DataError
-from llmtrain.config.typed import BpeTokenizerConfig, StdlibData, TextData
+from llmtrain.config.typed_data import BpeTokenizerConfig, StdlibData, TextData
 from llmtrain.data.sources import Document, Scan, SourceFile, check_unchanged, describe_skipped, read_blocks, scan_source
 from llmtrain.data.tokenizer import train_tokenizer
 
@@ -20,7 +20,7 @@ MakeFolder = Callable[[Sequence[str]], Path]
 
 
 def scan(path: Path, fraction: float = 0.2) -> Scan:
-    return scan_source(TextData(str(path), fraction, None))
+    return scan_source(TextData(str(path), None, fraction, None))
 
 
 def text_of(document: Document) -> str:
@@ -197,7 +197,7 @@ def test_blocks_join_to_the_document(tmp_path: Path, text: str, block: int) -> N
 @given(words=st.lists(st.text(alphabet="abé,'s1\u00a0", max_size=5), max_size=60), data=st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_blocks_do_not_change_bpe_ids(tmp_path: Path, words: list[str], data: st.DataObject) -> None:
-    """With a visible character and white space in reach of every block end, the ids of the pieces are those of the whole."""
+    """With a letter and white space in reach of every block end, the ids of the pieces are those of the whole."""
     space = st.sampled_from([" ", "\n", "  ", "\n\n ", "\t"])
     text = "".join(f"x{word}y{data.draw(space)}" for word in words)
     tokenizer = train_tokenizer(BpeTokenizerConfig(290), lambda: ["xay xby, 's\n\n  xéy" * 4, "y  x y\n x"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -11,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.config.errors import DataError
-from llmtrain.config.typed import BpeTokenizerConfig, ByteTokenizerConfig, CharTokenizerConfig
+from llmtrain.config.typed_data import (
+    BpeTokenizerConfig,
+    ByteTokenizerConfig,
+    CharTokenizerConfig,
+    FileTokenizerConfig,
+    IdTokenizerConfig,
+    SentencePieceTokenizerConfig,
+    StoredTokenizerConfig,
+    TiktokenTokenizerConfig,
+    TokenizerConfig,
+)
 from llmtrain.data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
@@ -19,6 +30,7 @@ from llmtrain.data.tokenizer import (
     Tokenizer,
     availability,
     load_tokenizer,
+    make_tokenizer,
     train_tokenizer,
 )
 
@@ -27,8 +39,9 @@ ALPHABET = "".join(sorted(set("".join(TEXTS))))
 
 
 def trained(kind: str) -> Tokenizer:
-    config = {"byte": ByteTokenizerConfig(), "char": CharTokenizerConfig(), "bpe": BpeTokenizerConfig(300)}[kind]
-    return train_tokenizer(config, lambda: TEXTS)
+    if kind == "byte":
+        return ByteTokenizer()
+    return train_tokenizer(CharTokenizerConfig() if kind == "char" else BpeTokenizerConfig(300), lambda: TEXTS)
 
 
 @pytest.fixture(scope="module", params=["byte", "char", "bpe"])
@@ -68,6 +81,7 @@ def test_stored_form_gives_the_same_tokenizer(tokenizer: Tokenizer) -> None:
 
 def test_fingerprints_differ() -> None:
     kinds = [ByteTokenizer(), CharTokenizer("ab"), CharTokenizer("abc"), trained("bpe"), IdTokenizer(258), IdTokenizer(300)]
+    kinds.append(IdTokenizer(300, 299))
     assert len({tokenizer.fingerprint for tokenizer in kinds}) == len(kinds)
 
 
@@ -106,10 +120,13 @@ def test_b31_text_that_spells_a_special_token_stays_text() -> None:
 
 def test_ids_stand_in_for_text() -> None:
     tokenizer = IdTokenizer(100)
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (100, None, None)
+    again = load_tokenizer(IdTokenizer(100, 7).to_json())
+    assert (again.vocab_size, again.bos_id, again.eos_id) == (100, 7, 7)
     assert tokenizer.encode("17 5\n99").tolist() == [17, 5, 99]
     assert tokenizer.decode([17, 5, 99]) == "17 5 99"
     for text in ("17 cat", "100", "-1"):
-        with pytest.raises(DataError, match="data=synthetic"):
+        with pytest.raises(DataError, match="token numbers from 0 to 99"):
             tokenizer.encode(text)
 
 
@@ -135,3 +152,45 @@ def test_missing_package_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state["byte"].available and state["char"].available
     with pytest.raises(DataError, match="pip install tokenizers"):
         train_tokenizer(BpeTokenizerConfig(300), lambda: TEXTS)
+
+
+PATHS: list[tuple[str, TokenizerConfig]] = [
+    ("tokenizers", FileTokenizerConfig("t", None, None)),
+    ("tiktoken", TiktokenTokenizerConfig("t", None)),
+    ("sentencepiece", SentencePieceTokenizerConfig("t")),
+]
+
+
+@pytest.mark.parametrize("package, config", PATHS)
+def test_a_missing_package_is_said_before_a_missing_file(
+    package: str, config: TokenizerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        make_tokenizer(config)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find_spec(name, *rest))
+    assert f"pip install {package}" in availability()[config.kind].reason
+    with pytest.raises(DataError, match=f"pip install {package}"):
+        make_tokenizer(config)
+
+
+def test_what_text_or_data_decides_is_not_made_here() -> None:
+    configs = (CharTokenizerConfig(), BpeTokenizerConfig(300), IdTokenizerConfig(None), StoredTokenizerConfig())
+    assert [make_tokenizer(config) for config in configs] == [None] * 4
+    assert isinstance(make_tokenizer(ByteTokenizerConfig()), ByteTokenizer)
+
+
+def test_every_tokenizer_can_go_to_another_process(tokenizer: Tokenizer) -> None:
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again.fingerprint == tokenizer.fingerprint
+    assert again.encode(ALPHABET).tolist() == tokenizer.encode(ALPHABET).tolist()
+
+
+@given(text=st.text(alphabet=ALPHABET + "aZ9 .'\n", max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_a_cut_between_word_and_space_changes_no_id(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.cuts_at_words
+    whole = tokenizer.encode(text).tolist()
+    for place in range(1, len(text)):
+        if text[place - 1].isascii() and text[place - 1].isalnum() and text[place] in " \t\n\r":
+            assert [*tokenizer.encode(text[:place]), *tokenizer.encode(text[place:])] == whole

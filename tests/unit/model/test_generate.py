@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.models import SHAPES, build, random_tokens
+from helpers import models as shapes
+from helpers.attention import HERE, build_here
+from helpers.models import WINDOWED, build, random_tokens
 from torch import Tensor
 
 from llmtrain.config.errors import ConfigError
@@ -17,6 +19,7 @@ from llmtrain.model.cache import KVCache
 from llmtrain.model.generate import generate, sample
 from llmtrain.model.transformer import Transformer
 
+SHAPES = shapes.SHAPES | {"windows": WINDOWED}
 GREEDY = GenerateConfig(step=None, prompt="", max_tokens=12, temperature=0.0, top_k=None, top_p=None, seed=0)
 RANDOM = replace(GREEDY, temperature=1.0)
 
@@ -26,11 +29,11 @@ def cache_for(model: Transformer, batch_size: int, capacity: int) -> KVCache:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("backend", ["reference", "sdpa", "blocked"])
+@pytest.mark.parametrize(("name", "kernel"), HERE)
 @pytest.mark.parametrize("pieces", [(20,), (1,) * 20, (7, 1, 1, 5, 6)], ids=["at once", "one by one", "mixed"])
 @torch.no_grad()
-def test_cached_decoding_equals_the_full_forward(shape: str, backend: str, pieces: tuple[int, ...]) -> None:
-    model, tokens = build(SHAPES[shape], backend=backend), random_tokens(3, 20)
+def test_cached_decoding_equals_the_full_forward(shape: str, name: str, kernel: str, pieces: tuple[int, ...]) -> None:
+    model, tokens = build(SHAPES[shape], backend=build_here(name, kernel)), random_tokens(3, 20)
     cache, found, start = cache_for(model, 3, 20), [], 0
     for piece in pieces:
         found.append(model(tokens[:, start : start + piece], cache=cache))

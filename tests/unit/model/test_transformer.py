@@ -9,18 +9,24 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.models import DROPOUT, LLAMA_LIKE, SHAPES, build, gradients, random_tokens, relative_error
+from helpers import models as shapes
+from helpers.attention import HERE, TRAINED_HERE, build_here
+from helpers.models import DROPOUT, LLAMA_LIKE, WINDOWED, build, gradients, random_tokens, relative_error
 from torch import Tensor
 
 from llmtrain.config.errors import ConfigError
-from llmtrain.config.typed import ChunkedLoss, LossConfig, ReferenceLoss
+from llmtrain.config.typed import ChunkedLoss, LossConfig, RecomputeConfig, RecomputeKind, ReferenceLoss
 from llmtrain.model.transformer import Transformer
+from llmtrain.ops.attention import AttentionBackend, attention_backend
+from llmtrain.ops.attention_masks import AttentionDropout, MaskRequest
 from llmtrain.ops.cross_entropy import IGNORE_INDEX, build_loss
 from llmtrain.ops.random import DropoutKey
+from llmtrain.parallel.recompute import apply_recompute
 from llmtrain.plan.precision import PRECISION_TABLES
 from llmtrain.plan.shapes import parameter_shapes
 
 BACKENDS = ("reference", "sdpa", "blocked")
+SHAPES = shapes.SHAPES | {"windows": WINDOWED}
 LOSSES: dict[str, LossConfig] = {"reference": ReferenceLoss(), "chunked": ChunkedLoss(5)}
 
 
@@ -40,13 +46,80 @@ def test_parameters_are_those_of_the_plan(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize(("name", "kernel"), HERE)
 @pytest.mark.parametrize("packed", [False, True])
-def test_backends_agree(shape: str, backend: str, packed: bool) -> None:
+@torch.no_grad()
+def test_backends_agree(shape: str, name: str, kernel: str, packed: bool) -> None:
     tokens = random_tokens(2, 40)
     ids = (torch.arange(40) // 11).repeat(2, 1) if packed else None
-    expected, found = (logits(build(SHAPES[shape], backend=name), tokens, document_ids=ids) for name in ("reference", backend))
+    expected, found = (
+        logits(build(SHAPES[shape], backend=backend), tokens, document_ids=ids)
+        for backend in ("reference", build_here(name, kernel))
+    )
     assert relative_error(found, expected) < 2e-6
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("name", "kernel"), TRAINED_HERE)
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_backends_agree(shape: str, name: str, kernel: str, packed: bool) -> None:
+    tokens, targets = random_tokens(2, 40), random_tokens(2, 40, seed=1)
+    ids = (torch.arange(40) // 11).repeat(2, 1) if packed else None
+    results = []
+    for backend in ("reference", build_here(name, kernel)):
+        model = build(SHAPES[shape], backend=backend)
+        loss_of(model, model(tokens, document_ids=ids), targets).backward()
+        results.append(gradients(model))
+    for name_, expected in results[0].items():
+        if not name_.endswith("k.bias"):
+            assert relative_error(results[1][name_], expected) < 1e-5, name_
+
+
+@torch.no_grad()
+def test_a_layer_sees_as_far_as_its_window() -> None:
+    """Layers of windows 4 and 3 together reach 4 + 3 - 1 keys; without a window, all."""
+    for windows, reach in (((4, 3), 6), ((1,), 1), ((None, 3), 40), ((40,), 40)):
+        config = replace(LLAMA_LIKE, attention=replace(LLAMA_LIKE.attention, windows=windows))
+        for backend in BACKENDS:
+            model, tokens = build(config, backend=backend), random_tokens(1, 40)
+            other = tokens.clone()
+            other[0, 0] = (other[0, 0] + 1) % config.vocab_size
+            differs = (logits(model, tokens) != logits(model, other)).any(-1)[0]
+            assert differs[:reach].all() and not differs[reach:].any()
+
+
+class _Counter:
+    """A backend that counts the masks it makes and remembers those it is given."""
+
+    def __init__(self, name: str) -> None:
+        plain = attention_backend(name)
+        self.made: list[object] = []
+        self.used: list[object] = []
+
+        def make_mask(request: MaskRequest) -> object:
+            self.made.append(plain.make_mask(request))
+            return self.made[-1]
+
+        def function(query: Tensor, key: Tensor, value: Tensor, mask: object, drop: AttentionDropout) -> Tensor:
+            self.used.append(mask)
+            return plain.function(query, key, value, mask, drop)
+
+        self.backend = AttentionBackend(plain.name, plain.kernel, make_mask, function)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("length", "count"), [(16, 2), (4, 1)])
+def test_masks_are_made_once_a_forward(name: str, packed: bool, length: int, count: int) -> None:
+    """Four layers of windows 4, none, 4, 4 share two masks, and one where a row is no longer than the window; recompute makes none."""
+    counter = _Counter(name)
+    model = build(WINDOWED, backend=counter.backend)
+    apply_recompute(model, RecomputeConfig(RecomputeKind.FULL, ()))
+    ids = torch.zeros(2, length, dtype=torch.long) if packed else None
+    model(random_tokens(2, length), document_ids=ids).sum().backward()
+    assert len(counter.made) == count and len(counter.used) == 2 * WINDOWED.num_layers
+    assert all(any(mask is made for made in counter.made) for mask in counter.used)
+    assert [mask is counter.made[0] for mask in counter.used[:4]] == ([True, False, True, True] if count == 2 else [True] * 4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

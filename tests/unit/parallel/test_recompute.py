@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import DROPOUT, GPT2_LIKE, LLAMA_LIKE, build, gradients, random_tokens
+from helpers.models import DROPOUT, GPT2_LIKE, LLAMA_LIKE, WINDOWED, build, gradients, random_tokens
 from torch import Tensor
 
 from llmtrain.config.typed import ModelConfig, RecomputeConfig, RecomputeKind, ReferenceLoss
@@ -48,7 +48,7 @@ def step(model: Transformer, recompute: RecomputeConfig) -> tuple[Tensor, dict[s
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("config", [LLAMA_LIKE, GPT2_LIKE], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("config", [LLAMA_LIKE, GPT2_LIKE, WINDOWED], ids=["llama", "gpt2", "windows"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_b18_gradients_are_bit_equal_under_dropout(mode: str, backend: str, config: ModelConfig, precision: str) -> None:
     model = model_of(config, backend, precision)

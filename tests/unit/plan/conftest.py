@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from llmtrain.config import schema
-from llmtrain.config.typed import Config, build_config
+from llmtrain.config.freeze import build_config
+from llmtrain.config.typed import Config
 from llmtrain.plan.plan import Availability, Machine
 
 GIB = 2**30

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmtrain.model.transformer import Transformer
-from llmtrain.plan.flops import flops_per_token
+from llmtrain.plan.flops import flops_per_token, keys_per_token
 from llmtrain.plan.make_plan import make_plan
 from llmtrain.plan.precision import PRECISION_TABLES
 
@@ -68,3 +68,23 @@ def test_b59_how_the_step_is_run_changes_nothing(make_config, make_machine) -> N
     other = make_plan(make_config(words), make_machine(world_size=2, world_source="launch.nproc"))
     assert other.flops_per_token == base.flops_per_token
     assert other.flops_per_token_full_attention == base.flops_per_token_full_attention
+
+
+@pytest.mark.parametrize("length", [1, 8, 64])
+@pytest.mark.parametrize("window", [None, 1, 5, 8, 64, 100])
+def test_b59_a_window_counts_the_keys_it_leaves(window: int | None, length: int) -> None:
+    """Counted one by one; the convention has a token's own key half, as halving a whole T × T matrix does."""
+    reach = length if window is None else min(window, length)
+    counted = sum(min(place + 1, reach) for place in range(length)) / length
+    assert keys_per_token(window, length, causal=True) + reach / (2 * length) == pytest.approx(counted)
+    assert keys_per_token(window, length, causal=False) == reach
+
+
+def test_b59_windows_of_the_layers_add_up(make_config) -> None:
+    words = {"model.num_layers": 4, "model.attention.window": 16, "model.attention.window_pattern": "SSL"}
+    model = make_config(SMALL | words).model
+    per_key = 3 * 4 * 4 * 16  # forward and backward, two products of 2 FLOPs, 4 heads of 16 channels
+    whole, halved = (flops_per_token(model, 64, causal=causal) for causal in (False, True))
+    matrices = whole - per_key * (16 + 16 + 64 + 16)
+    assert halved - matrices == per_key * (3 * (16 - 16**2 / 128) + 32)
+    assert matrices == flops_per_token(make_config(SMALL | {"model.num_layers": 4}).model, 64, causal=False) - per_key * 4 * 64

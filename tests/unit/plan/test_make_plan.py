@@ -35,7 +35,10 @@ def test_every_auto_of_the_default_config_has_a_reason(make_config, make_machine
         "launch.device": ("cpu", "no CUDA device"),
         "launch.threads": ("4", "4 cores / 1 rank"),
         "precision": ("bf16", "this cpu multiplies bf16 natively"),
-        "attention.backend": ("sdpa", "the device's fused kernel, keeps no T × T matrix"),
+        "attention.backend": (
+            "sdpa",
+            "the device's fused kernel, keeps no T × T matrix; blocked: not known on this machine",
+        ),
         "accumulation.micro_batch_size": ("16", forecast),
         "parallelism.dp_replicate": ("1", "what is left of world size 1 (one process)"),
         "model.vocab_size": ("258", "the byte tokenizer's vocabulary"),
@@ -60,6 +63,7 @@ def test_what_is_named_is_no_choice(make_config, make_machine) -> None:
     plan = make_plan(make_config(named), make_machine())
     assert plan.choices == ()
     assert (plan.threads, plan.precision_name, plan.attention_backend) == (3, "fp32", "reference")
+    assert plan.attention_kernel == "auto"
     assert (plan.batch.micro_batch_size, plan.batch.num_microbatches) == (4, 4)
     assert (plan.model.vocab_size, plan.schedule.warmup_steps) == (300, 0)
 
@@ -207,34 +211,6 @@ def test_precision_auto_without_native_bf16(make_config, make_machine) -> None:
     assert choices_of(plan)["precision"] == ("fp32", "this cpu does not multiply bf16 natively")
     named = make_plan(make_config({"precision.kind": "bf16"}), make_machine(bf16_native=False))
     assert named.precision_name == "bf16"
-
-
-def test_attention_auto(make_config, make_machine) -> None:
-    dropout = make_plan(make_config({"model.dropout.attention": 0.1}), make_machine())
-    assert choices_of(dropout)["attention.backend"] == ("reference", "attention dropout needs the attention weights")
-
-    def auto(**available: bool) -> tuple[str, str]:
-        options = {
-            f"attention.backend={name}": Availability(there, "" if there else "no kernel") for name, there in available.items()
-        }
-        return choices_of(make_plan(make_config(), make_machine(options=options)))["attention.backend"]
-
-    assert auto(sdpa=True, blocked=True)[0] == "blocked"
-    assert auto(sdpa=True, blocked=False)[0] == "sdpa"
-    assert auto(sdpa=False, reference=True) == ("reference", "blocked: not known on this machine; sdpa: no kernel")
-
-
-def test_a_named_backend_that_is_absent_is_an_error(make_config, make_machine) -> None:
-    options = {
-        "attention.backend=reference": Availability(True),
-        "attention.backend=sdpa": Availability(False, "torch was built without it"),
-    }
-    config = make_config({"attention.backend": "sdpa"})
-    assert problem_of(lambda: make_plan(config, make_machine(options=options))) == (
-        "attention.backend=sdpa",
-        "not available on Some CPU: torch was built without it",
-        "reference",
-    )
 
 
 @pytest.mark.parametrize("key", ["tokenizer", "optimizer"])

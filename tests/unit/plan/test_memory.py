@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from llmtrain.config.typed import AdamWConfig, ChunkedLoss, Config, Packing, RecomputeConfig, RecomputeKind
+from llmtrain.config.typed import AdamWConfig, ChunkedLoss, Config, RecomputeConfig, RecomputeKind
+from llmtrain.config.typed_data import Packing
 from llmtrain.data.loader import Batch
 from llmtrain.data.synthetic import SyntheticRows
 from llmtrain.metrics.memory import MemorySummary, StorageLedger
 from llmtrain.model.init import materialize
 from llmtrain.model.transformer import Transformer
-from llmtrain.ops.attention import ATTENTION_BACKENDS
+from llmtrain.ops.attention import attention_backend
 from llmtrain.ops.blocked_attention import QUERIES_PER_BLOCK, SCORES_PER_BLOCK
 from llmtrain.ops.cross_entropy import build_loss
 from llmtrain.ops.random import DropoutKey
@@ -23,12 +24,15 @@ from llmtrain.optim.build import build_optimizer
 from llmtrain.parallel.recompute import OPERATION_FAMILIES, apply_recompute
 from llmtrain.plan.activations import FUSED_ATTENTION, Workload, block_rows, bytes_kept
 from llmtrain.plan.make_plan import make_plan
-from llmtrain.plan.memory import forecast_memory, instants
+from llmtrain.plan.memory import forecast_memory, instants, mask_bytes
 from llmtrain.plan.precision import PRECISION_TABLES
 from llmtrain.train.forward_backward import PlainForwardBackward
 
+BACKENDS = ("reference", "sdpa", "blocked", "sdpa:math")
+"""What trains on a CPU; the kernel of sdpa after the colon."""
 ADAMW = AdamWConfig(lr=1e-3, weight_decay=0.1, clip_norm=None, beta1=0.9, beta2=0.95, eps=1e-8)
 TINY = {"model.dim": 128, "model.num_layers": 4, "model.attention.num_heads": 4, "model.vocab_size": 258}
+LONG = TINY | {"data.sequence_length": 512}
 SMALL = {"model.dim": 320, "model.num_layers": 8, "model.attention.num_heads": 5, "model.vocab_size": 258}
 GPT2 = {
     "model.position": "learned",
@@ -39,6 +43,7 @@ GPT2 = {
     "model.feed_forward.kind": "gelu",
     "model.feed_forward.bias": True,
 }
+WINDOWS = {"model.attention.window": 40, "model.attention.window_pattern": "SLSS"}
 DROPOUT = {"model.dropout.residual": 0.1, "model.dropout.feed_forward": 0.1, "model.dropout.embedding": 0.1}
 FAMILIES = {
     "llama": {},
@@ -48,10 +53,13 @@ FAMILIES = {
     "llama_dropout": DROPOUT,
     "gpt2_dropout": GPT2 | DROPOUT,
     "attention_dropout": {"model.dropout.attention": 0.1},
+    "windows": WINDOWS,
+    "gpt2_one_window": GPT2 | {"model.attention.window": 33},
 }
 
 
 def workload(config: Config, precision: str, backend: str, batch: int, count: int = 1, *, documents: bool = False) -> Workload:
+    backend, _, kernel = backend.partition(":")
     return Workload(
         model=config.model,
         precision=PRECISION_TABLES[precision],
@@ -61,12 +69,15 @@ def workload(config: Config, precision: str, backend: str, batch: int, count: in
         loss=config.loss,
         recompute=config.recompute,
         attention_backend=backend,
+        attention_kernel=kernel or "auto",
         document_mask=documents,
     )
 
 
 def build(work: Workload) -> Transformer:
-    model = Transformer(work.model, work.precision, work.attention_backend)
+    probability = work.model.dropout.attention
+    attention = attention_backend(work.attention_backend, kernel=work.attention_kernel, dropout_probability=probability)
+    model = Transformer(work.model, work.precision, attention)
     materialize(model, seed=0, device="cpu")
     apply_recompute(model, work.recompute)
     return model.train()
@@ -137,32 +148,58 @@ def measure_update(work: Workload, packing: Packing | None = None) -> MemorySumm
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["rows", "documents"])
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_block_saves_what_its_rows_say(make_config, family, precision, backend, documents) -> None:
     """One more block means `bytes_kept` more: exactly, because every row is a tensor and every tensor a row."""
-    if family == "attention_dropout" and not ATTENTION_BACKENDS[backend].supports_dropout:
+    if family == "attention_dropout" and backend != "reference":
         pytest.skip("attention dropout is refused on this backend")
     for size, kind in ((TINY, "none"), (TINY, "full"), (SMALL, "none")):
         config = make_config(size | FAMILIES[family] | {"data.sequence_length": 48, "recompute.kind": kind})
         work = workload(config, precision, backend, 2, documents=documents)
-        one, two = (replace(work, model=replace(work.model, num_layers=layers)) for layers in (1, 2))
-        assert bytes_saved(two) - bytes_saved(one) == bytes_kept(work)
+        # From two layers on every window has its mask, which is no block's.
+        two, three = (replace(work, model=replace(work.model, num_layers=layers)) for layers in (2, 3))
+        assert bytes_saved(three) - bytes_saved(two) == bytes_kept(work)
 
 
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_recomputed_block_keeps_what_its_rows_say(make_config, family, precision, backend) -> None:
     """Each family of operations alone: the results it keeps are the rows that carry its name."""
-    if family == "attention_dropout" and not ATTENTION_BACKENDS[backend].supports_dropout:
+    if family == "attention_dropout" and backend != "reference":
         pytest.skip("attention dropout is refused on this backend")
     base = workload(make_config(TINY | FAMILIES[family] | {"data.sequence_length": 48}), precision, backend, 2)
     for kept in OPERATION_FAMILIES:
         work = replace(base, recompute=RecomputeConfig(RecomputeKind.SELECTIVE, (kept,)))
-        one, two = (replace(work, model=replace(work.model, num_layers=layers)) for layers in (1, 2))
-        assert bytes_held(two) - bytes_held(one) == bytes_kept(work), kept
+        two, three = (replace(work, model=replace(work.model, num_layers=layers)) for layers in (2, 3))
+        assert bytes_held(three) - bytes_held(two) == bytes_kept(work), kept
+
+
+def tensors_of(mask: object) -> list[torch.Tensor]:
+    """The tensors a mask consists of."""
+    if isinstance(mask, torch.Tensor):
+        return [mask]
+    return [value for value in vars(mask).values() if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["rows", "documents"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("length", [32, 48])
+@pytest.mark.parametrize("family", ["llama", "windows", "gpt2_one_window"])
+def test_masks_take_what_is_forecast(make_config, monkeypatch, family, length, precision, backend, documents) -> None:
+    """Made once a forward: nothing of them is counted with a block."""
+    config = make_config(TINY | FAMILIES[family] | {"data.sequence_length": length})
+    work = workload(config, precision, backend, 2, documents=documents)
+    model, batch, made = build(work), random_batch(work), []
+    plain = model.attention.make_mask
+    monkeypatch.setattr(
+        model, "attention", replace(model.attention, make_mask=lambda asked: made.append(plain(asked)) or made[-1])
+    )
+    model(batch.tokens, batch.positions, batch.document_ids)
+    assert sum(tensor.nbytes for mask in made for tensor in tensors_of(mask)) == mask_bytes(work)
 
 
 UPDATES = [
@@ -188,13 +225,26 @@ UPDATES = [
     (TINY | {"model.num_layers": 1}, "llama", "bf16", "sdpa", "none", "chunked", 32, 2, False),
     (TINY | {"model.vocab_size": 4096}, "gpt2", "bf16", "sdpa", "none", "chunked", 2, 2, False),
     (TINY, "llama_dropout", "bf16", "blocked", "full", "chunked", 8, 2, False),
+    (TINY, "windows", "bf16", "blocked", "none", "reference", 4, 1, False),
+    (TINY, "windows", "fp32", "blocked", "full", "chunked", 8, 2, True),
+    (TINY, "gpt2_one_window", "fp32", "blocked", "none", "chunked", 4, 1, False),
+    (LONG, "gpt2_one_window", "fp32", "blocked", "full", "chunked", 4, 1, False),
+    (LONG, "gpt2_one_window", "bf16", "blocked", "full", "chunked", 16, 1, True),
+    (LONG | {"model.num_layers": 2}, "windows", "bf16", "blocked", "full", "chunked", 4, 1, False),
+    (LONG, "windows", "fp32", "sdpa", "full", "chunked", 2, 1, True),
+    (TINY, "windows", "fp32", "sdpa", "none", "reference", 4, 1, False),
+    (TINY, "windows", "bf16", "sdpa", "selective", "chunked", 4, 2, True),
+    (TINY, "windows", "bf16", "reference", "full", "chunked", 4, 1, False),
+    (TINY, "gpt2_one_window", "fp32", "reference", "none", "reference", 2, 2, True),
+    (TINY, "llama", "bf16", "sdpa:math", "none", "reference", 4, 1, False),
+    (TINY, "windows", "fp32", "sdpa:math", "full", "reference", 4, 2, True),
 ]
 
 
 @pytest.mark.parametrize("case", UPDATES, ids=lambda case: "-".join(map(str, case[1:])))
 def test_forecast_of_an_update_is_what_the_ledger_measures(make_config, case) -> None:
     size, family, precision, backend, recompute, loss, batch, count, documents = case
-    words = size | FAMILIES[family] | {"data.sequence_length": 128, "recompute.kind": recompute, "loss.kind": loss}
+    words = {"data.sequence_length": 128} | size | FAMILIES[family] | {"recompute.kind": recompute, "loss.kind": loss}
     if loss == "chunked":
         words["loss.chunk_size"] = 100
     work = workload(make_config(words), precision, backend, batch, count, documents=documents)
@@ -206,7 +256,7 @@ def test_forecast_of_an_update_is_what_the_ledger_measures(make_config, case) ->
 
 
 @pytest.mark.parametrize("packing", Packing)
-@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_forecast_of_a_plan_knows_which_packings_send_document_ids(
     make_config, make_machine, packing, backend, precision
@@ -214,7 +264,8 @@ def test_forecast_of_a_plan_knows_which_packings_send_document_ids(
     words = TINY | {
         "data.packing": packing.value,
         "data.sequence_length": 256,
-        "attention.backend": backend.value,
+        "attention.backend": backend.partition(":")[0],
+        "attention.kernel": backend.partition(":")[2] or "auto",
         "precision.kind": precision,
         "accumulation.global_batch_size": 2,
         "accumulation.micro_batch_size": 2,

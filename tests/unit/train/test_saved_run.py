@@ -22,7 +22,7 @@ CPU = LaunchConfig(nproc=None, device="cpu", threads=1)
 
 
 def evaluate(folder, *words):
-    return evaluate_run(folder, compose_config(("launch.threads=1", *words)).config, lambda text: None)
+    return evaluate_run(folder, compose_config(("launch.threads=1", *words)), lambda text: None)
 
 
 @pytest.fixture
@@ -81,3 +81,20 @@ def test_b14_a_tied_head_is_the_embedding_again_after_loading(tmp_path):
         if name.startswith("model/"):
             assert torch.equal(model.get_parameter(name.removeprefix("model/")), tensor), name
     assert evaluate(folder)["loss"] == pytest.approx(records(folder)[-1]["val_loss"], rel=1e-6)
+
+
+def test_other_text_is_scored_whole_with_the_tokenizer_of_the_run(folder, tmp_path):
+    other = write_text(tmp_path / "other", 5, seed=9)
+    result = evaluate(folder, "data=text", f"data.path={other}", f"data.cache_dir={tmp_path / 'cache'}")
+    num_bytes = sum(file.stat().st_size for file in other.iterdir())
+    assert result["targets"] == num_bytes + 2 * 5 - 1  # a begin and an end token for each document
+    assert "other" in result["data"] and result["loss"] > 0
+    held_out = evaluate(
+        folder, "data=text", f"data.path={other}", f"data.cache_dir={tmp_path / 'cache'}", "data.validation_fraction=0.5"
+    )
+    assert held_out["targets"] < result["targets"]
+
+
+def test_longer_rows_of_the_own_text(folder):
+    longer = evaluate(folder, "data.sequence_length=64")
+    assert longer["targets"] == evaluate(folder)["targets"] and longer["loss"] != evaluate(folder)["loss"]

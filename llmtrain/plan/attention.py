@@ -1,0 +1,249 @@
+"""What each attention backend can do: one table, which the planner, the ops, the doctor and docs/attention.md read.
+
+A row is one way to compute on one device. What a row does not allow is refused before a tensor is made, with the reason; no backend
+or kernel stands in for another. The limits of the CUDA rows are those of torch's and the packages' own checks (torch 2.13
+`sdp_utils.cpp`, flash-attn 2.8, FlashAttention-3 `hopper/`, flash-attn-4 4.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from llmtrain.plan.plan import Availability
+
+AUTO = "auto"
+CPU, CUDA = "cpu", "cuda"
+Capability = tuple[int, int]
+"""CUDA compute capability, major and minor."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute attention on one device."""
+
+    name: str
+    """What `attention.kernel` calls it; empty = the backend's only way."""
+    device: str
+    dtypes: tuple[str, ...] = ("fp32", "bf16")
+    """Of queries, keys and values."""
+    trains: bool = True
+    masks: bool = True
+    """Whether it can keep documents apart and end at a window."""
+    deterministic: bool = True
+    """Whether its gradients can be the same bits every time."""
+    capability: Capability | None = None
+    """Lowest CUDA capability."""
+    last_capability: Capability | None = None
+    smallest_head_dim: int = 1
+    largest_head_dim: int | None = None
+    head_dim_multiple: int = 1
+    package: str = ""
+    """What has to be installed besides torch."""
+
+    @property
+    def ran(self) -> bool:
+        """Whether the tests of this version ran it on its device; no CUDA device was at hand."""
+        return self.device == CPU
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One option of `attention`."""
+
+    kernels: tuple[Kernel, ...]
+    """Newest first where several are of one package family."""
+    documents: str
+    """How documents of a row are kept apart."""
+    windows: str
+    """How a window ends."""
+    dropout: bool = False
+
+    def on(self, device: str) -> tuple[Kernel, ...]:
+        """Its kernels for a device."""
+        return tuple(kernel for kernel in self.kernels if kernel.device == device)
+
+
+ATTENTION: Mapping[str, Backend] = MappingProxyType(
+    {
+        "reference": Backend((Kernel("", CPU), Kernel("", CUDA)), "mask", "mask", dropout=True),
+        "sdpa": Backend(
+            (
+                Kernel("flash", CPU),
+                Kernel("math", CPU),
+                Kernel("flash", CUDA, ("bf16",), masks=False, capability=(8, 0), largest_head_dim=256),
+                Kernel("memory_efficient", CUDA, capability=(5, 0), head_dim_multiple=4),
+                Kernel(
+                    "cudnn",
+                    CUDA,
+                    ("bf16",),
+                    deterministic=False,
+                    capability=(8, 0),
+                    largest_head_dim=128,
+                    head_dim_multiple=8,
+                ),
+                Kernel("math", CUDA),
+            ),
+            "mask",
+            "mask",
+        ),
+        "blocked": Backend((Kernel("", CPU),), "mask, a block at a time", "keys outside are skipped"),
+        "flash_attn": Backend(
+            (
+                Kernel(
+                    "fa4",
+                    CUDA,
+                    ("bf16",),
+                    capability=(9, 0),
+                    smallest_head_dim=8,
+                    largest_head_dim=128,
+                    head_dim_multiple=8,
+                    package="flash-attn-4",
+                ),
+                Kernel(
+                    "fa3",
+                    CUDA,
+                    ("bf16",),
+                    capability=(9, 0),
+                    last_capability=(9, 0),
+                    largest_head_dim=256,
+                    head_dim_multiple=8,
+                    package="flash-attn-3",
+                ),
+                Kernel("fa2", CUDA, ("bf16",), capability=(8, 0), largest_head_dim=256, package="flash-attn"),
+            ),
+            "lengths of the documents",
+            "keys outside are skipped",
+        ),
+        "flex": Backend(
+            (Kernel("", CPU, trains=False), Kernel("", CUDA, capability=(7, 0), smallest_head_dim=16, largest_head_dim=256)),
+            "block mask",
+            "block mask",
+        ),
+    }
+)
+"""By value of `attention.backend`."""
+
+AUTO_ORDER: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        CPU: {
+            "blocked": "faster than sdpa on a CPU, keeps no T × T matrix either",
+            "sdpa": "the device's fused kernel, keeps no T × T matrix",
+        },
+        CUDA: {
+            "flash_attn": "FlashAttention is installed, keeps no T × T matrix and no mask",
+            "sdpa": "the device's fused kernel, keeps no T × T matrix",
+        },
+    }
+)
+"""By device the backends that `auto` tries, best first, each with the reason to take it; after them `reference`."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a run asks of attention, and of which device."""
+
+    device: str
+    dtype: str = "bf16"
+    """Of queries, keys and values."""
+    head_dim: int = 64
+    documents: bool = False
+    """Whether rows hold documents that are kept apart."""
+    windows: bool = False
+    """Whether any layer has a window."""
+    dropout: bool = False
+    training: bool = False
+    deterministic: bool = False
+    capability: Capability | None = None
+    """Of the CUDA device; None = not known, nothing is refused for it."""
+    packages: Collection[str] | None = None
+    """The packages of the table that are installed; None = not known, nothing is refused for it."""
+
+    def lacks(self, package: str) -> bool:
+        """Whether a package is known to be missing."""
+        return bool(package) and self.packages is not None and package not in self.packages
+
+
+def refusal(backend: str, kernel: str, use: Use) -> str:
+    """Why a backend with a kernel (or `auto`) cannot do what is asked; empty when it can."""
+    row = ATTENTION.get(backend)
+    if row is None:  # a plugin's: it is given every mask; of its devices the machine knows
+        return "cannot drop attention weights" if use.dropout else ""
+    here = row.on(use.device)
+    if not here:
+        return f"runs on {' and '.join(dict.fromkeys(way.device for way in row.kernels))}, not on {use.device}"
+    if use.dropout and not row.dropout:
+        return "cannot drop attention weights"
+    if kernel != AUTO:
+        here = tuple(way for way in here if way.name == kernel)
+        if not here:
+            known = [way.name for way in row.on(use.device) if way.name]
+            return f"has no kernel {kernel} on {use.device}" + (f", only {', '.join(known)}" if known else "")
+    return _refusal_of_all(here, use)
+
+
+def usable_kernels(backend: str, use: Use) -> tuple[str, ...]:
+    """Kernels of a backend that can do what is asked, in the order of the table."""
+    return tuple(way.name for way in ATTENTION[backend].on(use.device) if way.name and not _kernel_refusal(way, use))
+
+
+def availability(device: str, capability: Capability | None, packages: Collection[str] | None) -> dict[str, Availability]:
+    """Which backends run on a device at all, whatever the model, and why not where not."""
+    use = Use(device, capability=capability, packages=packages)
+    reasons = {name: refusal(name, AUTO, use) for name in ATTENTION}
+    return {name: Availability(not reason, reason) for name, reason in reasons.items()}
+
+
+def packages() -> tuple[str, ...]:
+    """Every package that a row needs."""
+    return tuple(dict.fromkeys(way.package for row in ATTENTION.values() for way in row.kernels if way.package))
+
+
+def _refusal_of_all(ways: tuple[Kernel, ...], use: Use) -> str:
+    """Empty when one of several ways will do, else the reasons, those of installed packages first."""
+    installed = tuple(way for way in ways if not use.lacks(way.package))
+    if not installed:
+        names = [way.package for way in reversed(ways)]
+        missing = names[0] if len(names) == 1 else f"none of {', '.join(names)}"
+        return f"{missing} is {'' if len(names) > 1 else 'not '}installed (pip install {names[0]})"
+    reasons = {way.name: _kernel_refusal(way, use) for way in installed}
+    if "" in reasons.values():
+        return ""
+    if len(set(reasons.values())) == 1:
+        return next(iter(reasons.values()))
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+
+
+def _kernel_refusal(way: Kernel, use: Use) -> str:
+    asked = (("document packing", use.documents), ("model.attention.window", use.windows))
+    needs = " and ".join(words for words, wanted in asked if wanted and not way.masks)
+    multiple, largest = way.head_dim_multiple, way.largest_head_dim
+    checks = {
+        f"{way.package} is not installed (pip install {way.package})": use.lacks(way.package),
+        f"computes in {' and '.join(way.dtypes)}, not in {use.dtype}": use.dtype not in way.dtypes,
+        f"has no backward on {way.device}: it evaluates and generates there, and trains on {CUDA}": use.training
+        and not way.trains,
+        f"needs a CUDA capability of {_dotted(way.capability)} or more, this device has {_dotted(use.capability)}": _below(
+            use.capability, way.capability
+        ),
+        f"is made for CUDA capability {_dotted(way.last_capability)}, this device has {_dotted(use.capability)}": _below(
+            way.last_capability, use.capability
+        ),
+        f"heads have {largest} channels at most, here {use.head_dim}": largest is not None and use.head_dim > largest,
+        f"heads have {way.smallest_head_dim} channels at least, here {use.head_dim}": use.head_dim < way.smallest_head_dim,
+        f"channels of a head are a multiple of {multiple}, here {use.head_dim}": use.head_dim % multiple != 0,
+        f"takes no mask, so it is not for {needs}": bool(needs),
+        "its gradients are not the same bits every time, which train.deterministic=true needs": use.training
+        and use.deterministic
+        and not way.deterministic,
+    }
+    return next((reason for reason, holds in checks.items() if holds), "")
+
+
+def _below(first: Capability | None, second: Capability | None) -> bool:
+    return first is not None and second is not None and first < second
+
+
+def _dotted(capability: Capability | None) -> str:
+    return "" if capability is None else f"{capability[0]}.{capability[1]}"
