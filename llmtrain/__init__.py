@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from llmtrain.config.errors import LlmtrainError
     from llmtrain.model.transformer import Transformer
     from llmtrain.plan.make_plan import make_plan
-    from llmtrain.train.api import load_run, train
+    from llmtrain.train import TrainPackage
+    from llmtrain.train.api import load_run
     from llmtrain.train.machine import detect_machine
+
+    train: TrainPackage
 
 __version__ = "0.1.0"
 __all__ = [

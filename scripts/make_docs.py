@@ -168,9 +168,7 @@ def attention_tables() -> str:
     lines = ["| backend | documents of a row | windows | dropout of weights |", "|---|---|---|---|"]
     for name, row in ATTENTION.items():
         lines.append(f"| `{name}` | {row.documents} | {row.windows} | {'yes' if row.dropout else 'no'} |")
-    titles = (
-        "backend, kernel, device, dtypes, trains, documents and windows, CUDA capability, channels of a head, package, tests"
-    )
+    titles = "backend, kernel, device, dtypes, trains, documents and windows, deterministic, kept by recompute.keep=[attention], CUDA capability, channels of a head, package, tests"
     lines += ["", f"| {titles.replace(', ', ' | ')} |", "|---" * len(titles.split(", ")) + "|"]
     lines += [f"| `{name}` | {' | '.join(_kernel_cells(way))} |" for name, row in ATTENTION.items() for way in row.kernels]
     return "\n".join(lines)
@@ -178,9 +176,9 @@ def attention_tables() -> str:
 
 def _kernel_cells(way: Kernel) -> list[str]:
     lowest, highest = (f"{limit[0]}.{limit[1]}" if limit else "" for limit in (way.capability, way.last_capability))
-    capability = lowest if lowest == highest else f"{lowest} or more"
+    capability = lowest if lowest == highest else f"{lowest} to {highest}" if highest else f"{lowest} or more"
     channels = [f"{way.smallest_head_dim} or more"] if way.smallest_head_dim > 1 else []
-    channels += [f"up to {way.largest_head_dim}"] if way.largest_head_dim else []
+    channels += [" or ".join(map(str, (f"up to {way.largest_head_dim}", *way.other_head_dims)))] if way.largest_head_dim else []
     channels += [f"a multiple of {way.head_dim_multiple}"] if way.head_dim_multiple > 1 else []
     return [
         f"`{way.name}`" if way.name else "–",
@@ -188,6 +186,8 @@ def _kernel_cells(way: Kernel) -> list[str]:
         ", ".join(way.dtypes),
         "yes" if way.trains else "no",
         "yes" if way.masks else "no",
+        ("yes" if way.deterministic else "no") if way.trains else "–",
+        ("yes" if way.kept else "no") if way.trains else "–",
         capability if lowest else "any" if way.device == "cuda" else "–",
         ", ".join(channels) or "any",
         f"`{way.package}`" if way.package else "–",

@@ -31,6 +31,7 @@ from llmtrain.metrics.memory import NoLedger
 from llmtrain.metrics.meters import DeviceMeter
 from llmtrain.metrics.sinks import open_sink
 from llmtrain.metrics.throughput import Throughput
+from llmtrain.metrics.trackers import Trackers
 from llmtrain.ops.cross_entropy import build_loss
 from llmtrain.optim.build import build_optimizer
 from llmtrain.plan.make_plan import make_plan
@@ -55,6 +56,7 @@ def trainer_seconds(config: Config, plan: Plan, corpus: Corpus, updates: int, fo
         plan=plan,
         console=console,
         sink=sink,
+        trackers=Trackers(console.warn),
         ledger=NoLedger(),
         device_meter=DeviceMeter(device),
         peak_flops=1.0,

@@ -6,11 +6,12 @@ renamed are written under both names, so that the transformers library in either
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmtrain.checkpoint.hf_families import FAMILIES, GPT2, HARMLESS, Family, family_of
+from llmtrain.checkpoint.hf_families import FAMILIES, GPT2, HARMLESS, THEIR_NAMES, Family, family_of
 from llmtrain.checkpoint.hf_rope import read_rope, write_rope
 from llmtrain.config.errors import ConfigError, Problem
 from llmtrain.config.typed import ModelConfig
@@ -60,10 +61,25 @@ def read_config(document: Mapping[str, Any], where: str) -> HfModel:
         section = _gpt2_section(values) if family is GPT2 else _llama_section(values, given, problems)
     if problems:
         raise ConfigError(*(Problem(one.what, f"{where}: {one.rule}", one.cure) for one in problems))
-    if isinstance(given.get("initializer_range"), float):
-        section["init_std"] = given["initializer_range"]
+    std = given.get("initializer_range")
+    if isinstance(std, int | float) and not isinstance(std, bool) and std > 0:
+        section["init_std"] = float(std)
     kept = {key: value for key, value in given.items() if key not in NOT_KEPT and _is_harmless(key, family)}
     return HfModel(family, section, kept, {key: given[key] for key in family.dropout if given.get(key)})
+
+
+def in_their_words(problem: Problem, family: Family, where: str) -> Problem:
+    """A problem of the `model` section as one of the config.json that it was translated from.
+
+    Args:
+        where: path of the config.json.
+    """
+    names = THEIR_NAMES[family.model_type]
+
+    def translated(text: str) -> str:
+        return re.sub(r"model\.([a-z_]+(?:\.[a-z_]+)*)", lambda found: names.get(found[1], found[0]), text)
+
+    return Problem(translated(problem.what), f"{where}: {translated(problem.rule)}", translated(problem.cure))
 
 
 def _is_harmless(key: str, family: Family) -> bool:

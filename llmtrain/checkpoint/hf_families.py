@@ -45,12 +45,13 @@ HARMLESS = frozenset(
     _attn_implementation _attn_implementation_autoset _commit_hash _from_model_config _model_name_or_path _name_or_path
     architectures attn_implementation bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward cls_token_id
     decoder_start_token_id diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label initializer_range
-    is_decoder label2id length_penalty mask_token_id max_length min_length model_type name_or_path no_repeat_ngram_size
-    num_beam_groups num_beams num_labels num_return_sequences output_attentions output_hidden_states output_scores
-    pad_token_id prefix problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
-    suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p
-    torch_dtype torchscript transformers.js_config transformers_version typical_p unk_token_id use_bfloat16 use_cache
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label
+    initializer_range is_decoder label2id length_penalty mask_token_id max_length min_length model_type name_or_path
+    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions output_hidden_states
+    output_past output_scores pad_token_id prefix problem_type remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
+    tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p unk_token_id
+    use_bfloat16 use_cache
     """.split()
 )
 """Keys that say how weights are stored, how text is sampled, or nothing at all about the function."""
@@ -98,6 +99,7 @@ LLAMA = Family(
     fixed={**_LLAMA_FIXED, "pretraining_tp": (1,)},
     dropout={"attention_dropout": "attention"},
     nullable=_LLAMA_NULLABLE,
+    harmless=frozenset({"is_llama_config"}),
 )
 QWEN3 = Family(
     model_type="qwen3",
@@ -153,10 +155,46 @@ GPT2 = Family(
     },
     harmless=frozenset(
         """
-        n_ctx reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
+        n_ctx n_special predict_special_tokens reorder_and_upcast_attn summary_type summary_use_proj summary_activation
+        summary_proj_to_labels summary_first_dropout
         """.split()
     ),
 )
+_SHARED_NAMES = {"vocab_size": "vocab_size", "tie_embeddings": "tie_word_embeddings", "init_std": "initializer_range"}
+_LLAMA_NAMES = {
+    **_SHARED_NAMES,
+    "dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "max_positions": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "attention.num_heads": "num_attention_heads",
+    "attention.num_kv_heads": "num_key_value_heads",
+    "attention.head_dim": "head_dim",
+    "attention.bias": "attention_bias",
+    "attention.output_bias": "attention_bias",
+    "attention.window": "sliding_window",
+    "attention.window_pattern": "layer_types",
+    "feed_forward.hidden_dim": "intermediate_size",
+    "feed_forward.bias": "mlp_bias",
+    "rope.theta": "rope_theta",
+    "rope.scaling.kind": "rope_type",
+    "rope.scaling.original_max_positions": "original_max_position_embeddings",
+    **{f"rope.scaling.{name}": name for name in ("factor", "low_freq_factor", "high_freq_factor", "attention_factor")},
+    **{f"rope.scaling.{name}": name for name in ("beta_fast", "beta_slow")},
+}
+_GPT2_NAMES = {
+    **_SHARED_NAMES,
+    "dim": "n_embd",
+    "num_layers": "n_layer",
+    "max_positions": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+    "attention.num_heads": "n_head",
+    "attention.num_kv_heads": "n_head",
+    "attention.head_dim": "n_embd / n_head",
+    "feed_forward.hidden_dim": "n_inner",
+}
+THEIR_NAMES: Mapping[str, Mapping[str, str]] = {"llama": _LLAMA_NAMES, "qwen3": _LLAMA_NAMES, "gpt2": _GPT2_NAMES}
+"""By `model_type`, our keys below `model.` → theirs, for messages about a config.json."""
 FAMILIES = {family.model_type: family for family in (LLAMA, QWEN3, GPT2)}
 
 

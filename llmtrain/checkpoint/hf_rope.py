@@ -46,7 +46,8 @@ def read_rope(values: Mapping[str, Any], given: Mapping[str, Any], problems: lis
     if not isinstance(kind, str) or kind not in _KNOWN:
         problems.append(Problem(f"{name}.rope_type={kind}", f"known are {', '.join(_KNOWN)}"))
         return {}
-    problems += _disagreements(values, given)
+    theta = rope.get("rope_theta") or values["rope_theta"]
+    problems += _disagreements(values, given, theta)
     for key, value in rope.items():
         if key in _FIXED and value in (None, _FIXED[key]):
             continue
@@ -59,7 +60,6 @@ def read_rope(values: Mapping[str, Any], given: Mapping[str, Any], problems: lis
     problems += [Problem(f"{name}.rope_type={kind}", f"needs {key}") for key in missing]
     if problems:
         return {}
-    theta = rope.get("rope_theta") or values["rope_theta"]
     return {"rope.theta": float(theta), **_scaling(kind, rope, values["max_position_embeddings"])}
 
 
@@ -67,8 +67,12 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def _disagreements(values: Mapping[str, Any], given: Mapping[str, Any]) -> list[Problem]:
-    """Old and new names with different values: releases of the library would compute different models from the same file."""
+def _disagreements(values: Mapping[str, Any], given: Mapping[str, Any], used: Any) -> list[Problem]:
+    """Old and new names with different values: releases of the library would compute different models from the same file.
+
+    Args:
+        used: theta as it is read here; the library's default where it stands under another name than the scaling.
+    """
     old, new = values["rope_scaling"] or {}, values["rope_parameters"] or {}
     thetas = {
         key: theta
@@ -79,10 +83,13 @@ def _disagreements(values: Mapping[str, Any], given: Mapping[str, Any]) -> list[
         )
         if theta is not None
     }
+    if used not in thetas.values():
+        thetas = {"rope_theta (left out)": used, **thetas}
+    cure = "rope_theta beside the scaling" if "rope_theta (left out)" in thetas else "leave the wrong one out"
     found = []
     if len(set(thetas.values())) > 1:
         told = " ".join(f"{key}={theta}" for key, theta in thetas.items())
-        found.append(Problem(told, "two names of one setting, with different values", "leave the wrong one out"))
+        found.append(Problem(told, "two names of one setting, with different values", cure))
     both = [{**rope, "rope_type": rope.get("rope_type", rope.get("type", "default"))} for rope in (old, new)]
     names = (set(both[0]) | set(both[1])) - {"type", "rope_theta"}
     if old and new and any(both[0].get(key) != both[1].get(key) for key in names):

@@ -16,6 +16,7 @@ from llmtrain.cli.verbs import NOT_AVAILABLE
 from llmtrain.config.compose import group_options
 from llmtrain.config.keys import choice_key
 from llmtrain.config.schema import GROUPS
+from llmtrain.plan.attention import ATTENTION, AUTO, Use, refusal
 from llmtrain.plan.plan import Availability, Machine
 
 PACKAGES = (
@@ -38,7 +39,7 @@ def run(arguments: Arguments) -> int:
         "versions": versions(),
         "machine": machine_facts(machine),
         "options": {
-            group: {name: {"available": found.available, "reason": found.reason} for name, found in options.items()}
+            group: {name: _entry(group, name, found, machine) for name, found in options.items()}
             for group, options in option_table(listed, machine.options).items()
         },
     }
@@ -90,6 +91,15 @@ def _answer(group: str, option: str, key: str, later: tuple[str, ...], answers: 
     return answers.get(f"{group}={option}") or answers.get(f"{key}={option}") or AVAILABLE
 
 
+def _entry(group: str, option: str, found: Availability, machine: Machine) -> dict[str, Any]:
+    """What the report says of an option; `limit` only where it works but not for everything."""
+    entry: dict[str, Any] = {"available": found.available, "reason": found.reason}
+    use = Use(machine.device, training=True, capability=machine.capability, packages=machine.packages)
+    if group == "attention" and option in ATTENTION and found.available and refusal(option, AUTO, use):
+        entry["limit"] = f"no training on {machine.device}"
+    return entry
+
+
 def _page(report: Mapping[str, Any], machine: Machine) -> list[str]:
     device = f"{machine.device} · {machine.device_name} · {machine.num_devices}   ({machine.device_reason})"
     facts = [
@@ -111,7 +121,8 @@ def _by_answer(options: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]
     """One row for the options that can be used and one for each reason why others cannot."""
     names: dict[str, list[str]] = {}
     for name, found in options.items():
-        names.setdefault("" if found["available"] else found["reason"], []).append(name)
+        shown = f"{name} ({found['limit']})" if "limit" in found else name
+        names.setdefault("" if found["available"] else found["reason"], []).append(shown)
     return [
         ("refused", f"{', '.join(of)}: {reason}") if reason else ("available", ", ".join(of)) for reason, of in names.items()
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import math
 import statistics
@@ -13,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.cli.text import align
+from llmtrain.config.errors import ExitCode
 from llmtrain.metrics.sinks import read_metrics
 
 MIB = 2**20
 METRICS_FILE = "metrics.jsonl"
+ERROR, TRACEBACK = "error: ", "Traceback (most recent call last):"
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,17 @@ class JobResult:
     tokens_per_second: float | None
     """Median over the updates."""
     peak_memory_bytes: int | None
+    bytes_per_token: float | None = None
+    """Bytes of validation text that a scored token stands for; None where the text is not known."""
     damaged_records: int = 0
     """Lines of `metrics.jsonl` that could not be read and are in no figure."""
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The validation loss per byte of text, which jobs of different tokenizers share."""
+        if self.val_loss is None or self.bytes_per_token is None:
+            return None
+        return self.val_loss / math.log(2) / self.bytes_per_token
 
     def to_dict(self) -> dict[str, Any]:
         """Flat and JSON-able; the changed keys under their dotted names."""
@@ -44,6 +54,7 @@ class JobResult:
             "folder": str(self.folder),
             **self.changed,
             "val_loss": self.val_loss,
+            "bits_per_byte": self.bits_per_byte,
             "tokens_per_second": self.tokens_per_second,
             "peak_memory_bytes": self.peak_memory_bytes,
             "steps": self.steps,
@@ -53,10 +64,11 @@ class JobResult:
             "reason": self.reason,
         }
 
-    def cells(self) -> tuple[str, ...]:
+    def cells(self, *, with_bits: bool) -> tuple[str, ...]:
         """What the table shows after the changed keys."""
+        losses = (self.val_loss, self.bits_per_byte) if with_bits else (self.val_loss,)
         return (
-            "–" if self.val_loss is None else f"{self.val_loss:.4f}",
+            *("–" if loss is None else f"{loss:.4f}" for loss in losses),
             "–" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f}",
             "–" if self.peak_memory_bytes is None else f"{self.peak_memory_bytes / MIB:,.0f}",
             f"{self.seconds:,.0f}",
@@ -69,9 +81,10 @@ class JobResult:
 
     def summary(self) -> str:
         """The row as a line by itself."""
-        val_loss, rate, peak, seconds, ended = self.cells()
+        val_loss, rate, peak, seconds, ended = self.cells(with_bits=False)
+        told = "" if self.bits_per_byte is None else f" = {self.bits_per_byte:.4f} bits/byte"
         damaged = f" · {self.damaged_records} damaged lines of metrics.jsonl left out" if self.damaged_records else ""
-        return f"{ended} · val loss {val_loss} · {rate} tok/s · {peak} MiB · {seconds} s{damaged}"
+        return f"{ended} · val loss {val_loss}{told} · {rate} tok/s · {peak} MiB · {seconds} s{damaged}"
 
 
 def read_result(folder: Path, log: Path, changed: Mapping[str, str], exit_code: int, seconds: float) -> JobResult:
@@ -89,48 +102,82 @@ def read_result(folder: Path, log: Path, changed: Mapping[str, str], exit_code: 
         folder=folder,
         changed=changed,
         exit_code=exit_code,
-        reason="" if exit_code == 0 else _reason(folder, log),
+        reason="" if exit_code == 0 else _reason(folder, log, exit_code),
         seconds=seconds,
         steps=records[-1]["step"] if records else None,
         val_loss=losses[-1] if losses else None,
         tokens_per_second=statistics.median(rates) if rates else None,
         peak_memory_bytes=max(peaks, default=None),
+        bytes_per_token=_bytes_per_token(folder / "environment.json"),
         damaged_records=metrics.num_damaged,
     )
 
 
-def _reason(folder: Path, log: Path) -> str:
-    """The reason the job wrote into `status.json`, else the last error it printed with its rule, else its last line."""
-    reason = _told_reason(folder / "status.json")
-    if reason:
-        return reason
+def _reason(folder: Path, log: Path, exit_code: int) -> str:
+    """The reason the job wrote into `status.json`, else that in its output; where llmtrain is at fault, with the name of the log."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-    for line, following in reversed(list(itertools.zip_longest(lines, lines[1:], fillvalue=""))):
-        if line.startswith("error: "):
-            rule = following.removeprefix("  rule  ") if following.startswith("  rule  ") else ""
-            return ": ".join(filter(None, (line.removeprefix("error: "), rule)))
+    reason = str(_document(folder / "status.json").get("reason") or "").partition("\n")[0] or _printed_reason(lines)
+    return f"{reason} (see {log})" if exit_code == ExitCode.FAULT else reason
+
+
+def _printed_reason(lines: Sequence[str]) -> str:
+    """The last error with its rule, or the exception of a traceback where one came later, else the last line."""
+    for number in range(len(lines) - 1, -1, -1):
+        if lines[number].startswith(ERROR):
+            rule = next(
+                (line.removeprefix("  rule  ") for line in lines[number + 1 : number + 2] if line.startswith("  rule  ")), ""
+            )
+            return ": ".join(filter(None, (lines[number].removeprefix(ERROR), rule)))
+        if lines[number] == TRACEBACK:
+            # Frames and their source are indented, the exception is not.
+            exception = next((line for line in lines[number + 1 :] if line and not line.startswith(" ")), "")
+            if exception:
+                return exception
     return lines[-1] if lines else "no output"
 
 
-def _told_reason(status: Path) -> str:
-    """First line of the reason in a status file; empty where there is none to be read."""
+def _bytes_per_token(environment: Path) -> float | None:
+    value = _document(environment).get("bytes_per_token")
+    return value if isinstance(value, float) and value > 0 else None
+
+
+def _document(file: Path) -> dict[str, Any]:
+    """A JSON document of a run folder; empty where there is none to be read."""
     try:
-        document = json.loads(status.read_bytes())
+        document = json.loads(file.read_bytes())
     except (OSError, ValueError):
-        return ""
-    reason = document.get("reason") if isinstance(document, dict) else None
-    return str(reason or "").partition("\n")[0]
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 def table(results: Sequence[JobResult]) -> list[str]:
-    """Lines of the final table: changed keys, then the figures; the lowest validation loss on top, jobs without one last."""
-    ordered = sorted(
-        results, key=lambda result: math.inf if result.val_loss is None or math.isnan(result.val_loss) else result.val_loss
-    )
+    """Lines of the final table: changed keys, then the figures; the lowest loss on top, jobs without one last.
+
+    The loss is that of a token, or of a byte where a token does not stand for as much text in every job. Where that is not known a
+    last line says that losses cannot be compared.
+    """
+    by_bytes, note = _comparison(results)
+    ordered = sorted(results, key=lambda result: _rank(result.bits_per_byte if by_bytes else result.val_loss))
     keys = _changed_keys(results)
-    rows = [(*keys, "val loss", "tok/s", "peak MiB", "seconds", "ended")]
-    rows += [(*(result.changed.get(key, "") for key in keys), *result.cells()) for result in ordered]
-    return align(rows, left={*range(len(keys)), len(rows[0]) - 1})
+    with_bits = any(result.bits_per_byte is not None for result in results)
+    rows = [(*keys, "val loss", *(["bits/byte"] if with_bits else []), "tok/s", "peak MiB", "seconds", "ended")]
+    rows += [(*(result.changed.get(key, "") for key in keys), *result.cells(with_bits=with_bits)) for result in ordered]
+    return [*align(rows, left={*range(len(keys)), len(rows[0]) - 1}), *note]
+
+
+def _comparison(results: Sequence[JobResult]) -> tuple[bool, list[str]]:
+    """Whether bits per byte decide, and what is to be said below the table."""
+    scored = [result.bytes_per_token for result in results if result.val_loss is not None]
+    known = {round(size, 9) for size in scored if size is not None}
+    if None not in scored:
+        return len(known) > 1, []
+    swept = any(key == "data" or key.split(".")[0] == "tokenizer" for key in _changed_keys(results))
+    words = "  val loss is per token: it cannot be compared between jobs whose tokenizers differ"
+    return False, [words] if known or swept else []
+
+
+def _rank(loss: float | None) -> float:
+    return math.inf if loss is None or math.isnan(loss) else loss
 
 
 def write_csv(file: Path, results: Sequence[JobResult]) -> None:

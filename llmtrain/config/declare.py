@@ -30,6 +30,7 @@ def key(
     choices: tuple[str, ...] = (),
     later: tuple[str, ...] = (),
     kinds: tuple[str, ...] = (),
+    path: bool = False,
     built: bool = True,
 ) -> Any:
     """Declare one key.
@@ -41,9 +42,11 @@ def key(
         ge, gt, le, lt: bounds of a number (or of each number of a list).
         choices: the legal words of a text key; words in `later` are known but refused as not available in this version.
         kinds: the values of the section's `kind` that read this key; empty means all of them.
+        path: whether a text names a file or folder that a run reads; the config it keeps has the whole path, for use from any folder.
         built: False for a key whose part does not exist yet; any value but the default is refused.
     """
-    metadata = dict(doc=doc, unit=unit, ge=ge, gt=gt, le=le, lt=lt, choices=choices, later=later, kinds=kinds, built=built)
+    limits = dict(ge=ge, gt=gt, le=le, lt=lt, choices=choices, later=later)
+    metadata = dict(doc=doc, unit=unit, kinds=kinds, path=path, built=built, **limits)
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)

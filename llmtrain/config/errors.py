@@ -81,6 +81,12 @@ class StorageError(LlmtrainError):
     exit_code = ExitCode.STORAGE
 
 
+class StoppedError(LlmtrainError):
+    """A signal came; what is finished is kept and the same command goes on."""
+
+    exit_code = ExitCode.REQUEUE
+
+
 class NumericsError(LlmtrainError):
     """Too many updates in a row had non-finite gradients."""
 

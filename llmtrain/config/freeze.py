@@ -197,7 +197,7 @@ def _source(data: schema_data.Data) -> DataSource:
         return TextData(data.path, data.validation_path, fraction, data.cache_dir)
     if data.kind == "tokens":
         layout = TokenFormat(data.format or AUTO)
-        return TokenData(data.path, data.validation_path, fraction, layout, data.dtype or "uint16")
+        return TokenData(data.path, data.validation_path, data.validation_fraction, layout, data.dtype)
     return RecordData(
         kind=_one_of(data.kind),
         path=data.path,
@@ -238,8 +238,11 @@ def _tracker(tracker: schema.Tracker) -> TrackerConfig:
 
 def _recompute(recompute: schema.Recompute) -> RecomputeConfig:
     kind = RecomputeKind(recompute.kind)
-    keep = tuple(("attention", "matmul") if recompute.keep is None else recompute.keep)
-    return RecomputeConfig(kind, keep if kind is RecomputeKind.SELECTIVE else ())
+    if kind is not RecomputeKind.SELECTIVE:
+        return RecomputeConfig(kind, ())
+    if recompute.keep is None:
+        return RecomputeConfig(kind, ("attention", "matmul"), keep_is_default=True)
+    return RecomputeConfig(kind, tuple(recompute.keep))
 
 
 def _accumulation(accumulation: schema.Accumulation) -> AccumulationConfig:

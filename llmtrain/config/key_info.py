@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Iterator
@@ -48,6 +49,8 @@ class KeyInfo:
     """Values of `chooser` with which this key is read; empty = all of them."""
     chooser: str
     """Dotted name of the key that decides whether this one is read."""
+    path: bool
+    """Whether it names a file or folder that a run reads."""
     built: bool
 
     @property
@@ -92,6 +95,11 @@ def walk(cls: type, prefix: str = "") -> Iterator[KeyInfo]:
             yield from walk(hint, f"{name}.")
         else:
             yield _leaf(name, hint, item)
+
+
+def value_of(wire: Any, name: str) -> Any:
+    """The value of a key in an instance of the schema, by its dotted name."""
+    return functools.reduce(getattr, name.split("."), wire)
 
 
 def _leaf(name: str, hint: Any, item: dataclasses.Field[Any]) -> KeyInfo:

@@ -13,7 +13,7 @@ from functools import cache
 from llmtrain.config.key_info import KeyInfo, ValueKind, walk
 from llmtrain.config.plugins import owner, schema_class
 
-__all__ = ["KeyInfo", "ValueKind", "choice_key", "keys_of", "leaves", "sections"]
+__all__ = ["KeyInfo", "ValueKind", "choice_key", "keys_of", "leaves", "path_keys", "sections"]
 
 
 @cache
@@ -27,6 +27,11 @@ def sections() -> frozenset[str]:
     """Dotted names that hold keys, e.g. `model` and `model.attention`."""
     parents = [name.split(".") for name in leaves()]
     return frozenset(".".join(parts[:depth]) for parts in parents for depth in range(1, len(parts)))
+
+
+def path_keys() -> list[str]:
+    """Keys that name what a run reads, those of installed plugins included."""
+    return [name for name, info in leaves().items() if info.path]
 
 
 def keys_of(section: str) -> list[str]:

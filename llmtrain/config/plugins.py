@@ -20,7 +20,7 @@ from typing import Any
 from llmtrain.config import schema
 from llmtrain.config.declare import AUTO, key
 from llmtrain.config.errors import ConfigError, LlmtrainError, Problem
-from llmtrain.config.key_info import walk
+from llmtrain.config.key_info import ValueKind, value_of, walk
 
 ENTRY_POINTS = "llmtrain.plugins"
 CHOOSERS: Mapping[str, str] = {"attention": "backend", "optimizer": "kind", "data": "kind", "loss": "kind"}
@@ -136,7 +136,7 @@ def owner(name: str) -> Installed | None:
 
 def chosen(wire: schema.Config) -> list[Installed]:
     """The plugins a wire config uses."""
-    return [one for one in installed() if _value(wire, one.chooser) in (one.word, True)]
+    return [one for one in installed() if value_of(wire, one.chooser) in (one.word, True)]
 
 
 def build(one: Installed, *arguments: Any) -> Any:
@@ -232,13 +232,6 @@ def _switched(options: type) -> type:
     return dataclasses.make_dataclass(options.__name__, [enabled], bases=(options,), frozen=frozen)
 
 
-def _value(wire: schema.Config, name: str) -> Any:
-    value: Any = wire
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _same_name(one: Installed, others: Sequence[Installed]) -> Problem:
     packages = sorted(other.package for other in others if other.section == one.section)
     rule = f"{' and '.join(packages)} both register {one.plugin.name} for {one.plugin.group}"
@@ -290,5 +283,7 @@ def _option_faults(plugin: Plugin) -> Iterator[str]:
     for info in infos:
         if info.kinds or info.later or not info.built:
             yield f"{info.name}: kinds, later and built are for the keys of llmtrain itself"
+        if info.path and info.kind is not ValueKind.TEXT:
+            yield f"{info.name}: path is for text, not for a {info.kind}"
         if plugin.group == SWITCHED and info.name == "enabled":
             yield "`enabled` is added by llmtrain"

@@ -7,11 +7,9 @@ or the data belong to the plan and to the parts.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from llmtrain.config import rules_data as data
 from llmtrain.config import rules_model as model
@@ -24,21 +22,15 @@ from llmtrain.config.defaults import (
     auto_warmup_steps,
 )
 from llmtrain.config.errors import Problem
+from llmtrain.config.key_info import value_of
+from llmtrain.config.keys import leaves, path_keys
 from llmtrain.config.suggest import divisors_near, either, multiples_near
 
 PAIRS = (("train.steps", "train.tokens"), ("accumulation.global_batch_size", "accumulation.global_batch_tokens"))
 """Two ways to say one thing; at most one of a pair is given."""
 
-PATHS = (
-    "run.dir",
-    "data.path",
-    "data.validation_path",
-    "data.cache_dir",
-    "tokenizer.path",
-    "model.init_from",
-    "prepare.path",
-)
-"""Keys that name a file or folder."""
+WRITTEN_PATHS = ("run.dir", "prepare.path")
+"""Keys that name a folder to write into; those that name what is read are marked in the schema."""
 
 DEGREES = (*(f"parallelism.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")), "launch.nproc")
 """Keys that say how many ranks there are along an axis, or in all."""
@@ -65,12 +57,18 @@ def check_rules(
         origins: where keys were set, by dotted name.
     """
     problems = []
-    for rule in RULES:
+    for rule in all_rules():
         problem = None if set(rule.keys) & set(without) else rule.check(wire)
         if problem is not None:
             places = dict.fromkeys((origins or {}).get(key, "") for key in rule.keys)
             problems.append(dataclasses.replace(problem, origin="; ".join(place for place in places if place)))
     return problems
+
+
+def all_rules() -> tuple[Rule, ...]:
+    """Those of `RULES`, and one for each key that names a file or folder; which these are depends on the plugins installed."""
+    paths = (Rule(partial(path_is_not_empty, name=name), (name,)) for name in (*WRITTEN_PATHS, *path_keys()))
+    return (*RULES, *paths)
 
 
 def _steps(wire: schema.Config) -> int:
@@ -85,11 +83,6 @@ def _sequences(wire: schema.Config) -> int:
     if wire.accumulation.global_batch_tokens is not None:
         return max(1, wire.accumulation.global_batch_tokens // wire.data.sequence_length)
     return wire.accumulation.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
-
-
-def _value(wire: schema.Config, name: str) -> Any:
-    """The value of a key by its dotted name."""
-    return functools.reduce(getattr, name.split("."), wire)
 
 
 HORIZON = (
@@ -117,8 +110,8 @@ def run_name_is_a_folder_name(wire: schema.Config) -> Problem | None:
 
 
 def path_is_not_empty(wire: schema.Config, name: str) -> Problem | None:
-    path = _value(wire, name)
-    if path is None or (path.strip() and path.isprintable()):
+    path = value_of(wire, name)
+    if path == leaves()[name].default or path is None or (path.strip() and path.isprintable()):
         return None
     return Problem(f"{name}={path!r}", "a path: not empty, no control characters", f"{name}=FOLDER")
 
@@ -188,7 +181,7 @@ def wsd_phases_within_steps(wire: schema.Config) -> Problem | None:
 
 
 def one_process_only(wire: schema.Config, name: str) -> Problem | None:
-    degree = _value(wire, name)
+    degree = value_of(wire, name)
     if not isinstance(degree, int) or degree == 1:
         return None
     return Problem(f"{name}={degree}", "not available in this version, which runs one process", f"{name}=1")
@@ -225,7 +218,6 @@ def trackers_are_on(wire: schema.Config) -> Problem | None:
 
 RULES = (
     Rule(run_name_is_a_folder_name, ("run.name",)),
-    *(Rule(partial(path_is_not_empty, name=name), (name,)) for name in PATHS),
     Rule(steps_or_tokens, PAIRS[0]),
     Rule(sequences_or_tokens, PAIRS[1]),
     Rule(stop_after_within_steps, ("train.stop_after", *HORIZON)),

@@ -60,7 +60,7 @@ def theta_needs_rotary_positions(wire: schema.Config) -> Problem | None:
 
 def attention_dropout_needs_the_reference_backend(wire: schema.Config) -> Problem | None:
     dropout, backend = wire.model.dropout.attention, wire.attention.backend
-    if dropout == 0 or backend == "reference":
+    if dropout == 0 or backend in ("reference", AUTO):
         return None
     rule = f"only attention=reference drops attention weights by counted random numbers; attention.backend is {backend}"
     return Problem(f"model.dropout.attention={dropout:g}", rule, "attention=reference or model.dropout.attention=0")

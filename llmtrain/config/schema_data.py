@@ -22,9 +22,9 @@ class Data:
     kind: str = key(
         "stdlib", "where text or tokens come from", choices=("stdlib", "text", "jsonl", "parquet", "tokens", "synthetic")
     )
-    path: Optional[str] = key(None, "file, folder or pattern (`shards/*.jsonl.zst`) to read", kinds=FILES)
+    path: Optional[str] = key(None, "file, folder or pattern (`shards/*.jsonl.zst`) to read", kinds=FILES, path=True)
     validation_path: Optional[str] = key(
-        None, "the same for validation; null = validation_fraction of data.path is held out", kinds=FILES
+        None, "the same for validation; null = validation_fraction of data.path is held out", kinds=FILES, path=True
     )
     sequence_length: int = key(256, "tokens a row of a batch holds", unit="tokens", ge=2, le=MAX_ROWS)
     packing: str = key(
@@ -41,7 +41,7 @@ class Data:
         None, "share held out for validation (default 0.05)", gt=0, lt=1, kinds=(*TOKENIZED_HERE, "tokens")
     )
     cache_dir: Optional[str] = key(
-        None, "folder of prepared token files; null = llmtrain under the user's cache folder", kinds=TOKENIZED_HERE
+        None, "folder of prepared token files; null = llmtrain under the user's cache folder", kinds=TOKENIZED_HERE, path=True
     )
     text_field: Optional[str] = key(None, "field or column that holds the text (default text)", kinds=RECORDS)
     on_bad: Optional[str] = key(
@@ -78,7 +78,10 @@ class Tokenizer:
         None, "tokens to train, special ones included (default 4096)", unit="tokens", ge=260, le=MAX_ROWS, kinds=("bpe",)
     )
     path: Optional[str] = key(
-        None, "tokenizer.json, .tiktoken ranks or SentencePiece model; or the folder it lies in", kinds=TOKENIZER_FILES
+        None,
+        "tokenizer.json, .tiktoken ranks or SentencePiece model; or the folder it lies in",
+        kinds=TOKENIZER_FILES,
+        path=True,
     )
     pattern: Optional[str] = key(
         None,

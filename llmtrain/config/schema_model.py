@@ -82,7 +82,9 @@ class Dropout:
 @dataclass
 class Model:
     init_from: Optional[str] = key(
-        None, "run folder whose newest checkpoint gives the first weights, and the model section where nothing else sets it"
+        None,
+        "run folder whose newest checkpoint gives the first weights, and the model section where nothing else sets it",
+        path=True,
     )
     dim: int = key(128, "width of the residual stream", unit="channels", ge=1, le=MAX_WIDTH)
     num_layers: int = key(4, "transformer blocks", ge=1, le=MAX_LAYERS)

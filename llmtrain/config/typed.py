@@ -159,6 +159,8 @@ class RecomputeConfig:
     kind: RecomputeKind
     keep: tuple[str, ...]
     """Families of operations whose results are kept; empty unless `kind` is selective."""
+    keep_is_default: bool = False
+    """Whether nobody asked for these; then the plan leaves out what the attention backend cannot keep."""
 
 
 @dataclass(frozen=True)

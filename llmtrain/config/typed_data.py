@@ -66,10 +66,11 @@ class TokenData:
 
     path: str
     validation_path: str | None
-    validation_fraction: float
+    validation_fraction: float | None
+    """None = not said: the default where the end of the files is held out."""
     format: TokenFormat
-    dtype: str
-    """Of raw files, e.g. `uint16`."""
+    dtype: str | None
+    """Of raw files, e.g. `uint32`. None = not said: the default of raw files; the others say it themselves."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from llmtrain.config.errors import DataError, Problem
+from llmtrain.config.schema_data import Prepare
 from llmtrain.config.typed_data import (
     BpeTokenizerConfig,
     ByteTokenizerConfig,
@@ -24,13 +25,13 @@ from llmtrain.data.meter import count
 from llmtrain.data.packing import Rows, TokenStream, pack
 from llmtrain.data.prepare import find_preparation
 from llmtrain.data.prepare import prepare as prepare_tokens
-from llmtrain.data.shards import describe_bad
+from llmtrain.data.shards import describe_bad, first_places
 from llmtrain.data.sources import describe_skipped
 from llmtrain.data.stored_tokens import Stored, open_stored
 from llmtrain.data.synthetic import TRAIN_ROWS, VALIDATION_ROWS, SyntheticRows
 from llmtrain.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer
 
-DEFAULT_PREPARE = PrepareConfig(path=None, workers=None, shard_bytes=64 * 2**20)
+DEFAULT_PREPARE = PrepareConfig(path=None, workers=None, shard_bytes=Prepare.shard_bytes)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Corpus:
     """Bytes of validation text per scored token: loss in bits per byte = loss / ln 2 / this. NaN where the text is not known."""
     byte_frequency_bits: float | None
     """Bits per byte of validation text under the byte frequencies of training text; None where the text is not known."""
+    warning: str = ""
+    """What was left out of the data, with places; empty = nothing."""
 
     def bits_per_byte(self, loss: float) -> float | None:
         """A loss in nats per token, told in bits per byte of text; None where the text is not known."""
@@ -90,6 +93,8 @@ def build_corpus(
             stored = open_stored(data.source, tokenizer, packing=data.packing, vocab_size=vocab_size, beat=beat)
         else:
             job = find_preparation(data, tokenizer, prepare, beat)
+            if isinstance(job.tokenizer, Tokenizer):  # what does not fit is told before hours of preparation
+                _check_vocabulary(job.tokenizer, vocab_size)
             prepared = prepare_tokens(job, beat)
             skipped = describe_skipped(job.text.skipped) if job.text.skipped.total() else ""
             stored = replace(Stored.of(prepared), name=job.text.name, held_out=job.text.held_out, skipped=skipped)
@@ -106,6 +111,7 @@ def build_corpus(
         summary=_summary(stored),
         bytes_per_token=math.nan if text is None else text.validation_bytes / validation.num_targets,
         byte_frequency_bits=None if text is None else text.frequency_bits,
+        warning=_warning(stored),
     )
 
 
@@ -119,6 +125,7 @@ def _corpus(
     summary: str,
     bytes_per_token: float,
     byte_frequency_bits: float | None,
+    warning: str = "",
 ) -> Corpus:
     """Loaders over rows; `train` and `validation` are rows and the hash of their content."""
 
@@ -139,6 +146,7 @@ def _corpus(
         fingerprint=hashlib.sha256(both.encode()).hexdigest(),
         bytes_per_token=bytes_per_token,
         byte_frequency_bits=byte_frequency_bits,
+        warning=warning,
     )
 
 
@@ -200,6 +208,13 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> None:
                 f"model.vocab_size=auto, or at least {tokenizer.vocab_size}",
             )
         )
+
+
+def _warning(stored: Stored) -> str:
+    if not stored.bad:
+        return ""
+    copies = f"; copies in {stored.copies}" if stored.copies else ""
+    return f"{describe_bad(stored.bad)} left out, for example {first_places(stored.bad)}{copies}"
 
 
 def _summary(stored: Stored) -> str:

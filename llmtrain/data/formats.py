@@ -1,6 +1,7 @@
 """A folder of prepared tokens: shards (see `shards.py`) and a description that is written last.
 
-    metadata.json    tokenizer, type of ids, special tokens, counts and SHA-256 of every shard, what was no document, SHA-256 of itself
+    metadata.json    tokenizer, type of ids, special tokens, counts and SHA-256 of every shard, SHA-256 of the content of each split,
+                     what was no document, SHA-256 of itself
     quarantine.jsonl copies of what was no document, for data.on_bad=quarantine
     .checked.json    sizes and times of the files when they were last read through; only in folders above FULL_CHECK_BYTES
 
@@ -57,7 +58,7 @@ class PreparedSplit:
     byte_counts: tuple[int, ...]
     """How often each of the 256 byte values occurs in that text."""
     sha256: str
-    """Of tokens and document borders, shard by shard."""
+    """Of tokens and document borders, however they are cut into shards."""
 
     @property
     def tokens(self) -> TokenArray:
@@ -85,23 +86,32 @@ class Prepared:
 
 
 def write_metadata(
-    folder: Path, key: str, tokenizer: Tokenizer, facts: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]
+    folder: Path,
+    key: str,
+    tokenizer: Tokenizer,
+    facts: Mapping[str, Any],
+    shards: Sequence[Mapping[str, Any]],
+    status: Callable[[str], None],
 ) -> None:
-    """Describe a folder; one without this file is unfinished.
+    """Describe a folder, whose tokens are read through for it; one without this file is unfinished.
 
     Args:
         key: of everything the content follows from.
         facts: `name`, `held_out`, `bos_id`, `eos_id` and `bad`.
         shards: the descriptions that `make_shard` gave, in order.
     """
-    splits = {split: [shard.get(split) for shard in shards] for split in SPLITS}
+    dtype = token_dtype(tokenizer.vocab_size)
+    splits = {split: _split_facts([shard.get(split) for shard in shards]) for split in SPLITS}
+    for split, described in splits.items():
+        status(f"hashing the {split} tokens")
+        described["sha256"] = _content_hash(folder, split, described["shards"], dtype)
     body = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "key": key,
-        "dtype": token_dtype(tokenizer.vocab_size).str,
+        "dtype": dtype.str,
         **facts,
-        "splits": {split: _split_facts(parts) for split, parts in splits.items()},
+        "splits": splits,
         "tokenizer": tokenizer.to_json(),
     }
     write_json(folder / METADATA, body)
@@ -169,7 +179,11 @@ def open_prepared(folder: Path, key: str | None, status: Callable[[str], None]) 
 
 
 def mark_checked(folder: Path) -> None:
-    """Note that the files of a large folder are as they were written, so that opening it need not read them all."""
+    """Note that the files of a large folder are as they were written, so that opening it need not read them all.
+
+    Raises:
+        FileNotFoundError: some are not there.
+    """
     body = read_json(folder / METADATA)
     sizes = [shard["tokens"] for facts in body["splits"].values() for shard in facts["shards"]]
     if sum(sizes) * np.dtype(body["dtype"]).itemsize > FULL_CHECK_BYTES:
@@ -199,6 +213,26 @@ def _split_facts(parts: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
     counts = np.sum([np.zeros(256, np.int64), *(np.array(part["byte_counts"], np.int64) for _, part in filled)], axis=0)
     shards = [{"index": index, **{name: part[name] for name in kept}} for index, part in filled]
     return {**totals, "byte_counts": counts.tolist(), "shards": shards}
+
+
+def _content_hash(folder: Path, split: str, shards: Sequence[Mapping[str, Any]], dtype: np.dtype[Any]) -> str:
+    """SHA-256 of the tokens of a split one after another, and of where in the split documents begin."""
+    tokens, borders, base = hashlib.sha256(), hashlib.sha256(), 0
+    for shard in shards:
+        for block in _blocks(folder / token_file(split, shard["index"]), dtype, shard["tokens"]):
+            tokens.update(block.data)
+        for starts in _blocks(folder / offsets_file(split, shard["index"]), _OFFSET_DTYPE, shard["documents"]):
+            borders.update((starts + base).data)
+        base += shard["tokens"]
+    return hashlib.sha256(f"{tokens.hexdigest()}/{borders.hexdigest()}".encode()).hexdigest()
+
+
+def _blocks(path: Path, dtype: np.dtype[Any], count: int) -> Iterator[NDArray[Any]]:
+    """The `count` values of a file, which is not there if there are none."""
+    if count:
+        with path.open("rb") as file:
+            for start in range(0, count, _BLOCK_TOKENS):
+                yield np.fromfile(file, dtype, min(_BLOCK_TOKENS, count - start))
 
 
 class _Opener:
@@ -234,24 +268,24 @@ class _Opener:
     def open_split(self, split: str, facts: Mapping[str, Any]) -> PreparedSplit:
         """One split as memory maps."""
         shards = facts["shards"]
-        digest = hashlib.sha256()
-        for shard in shards:
-            digest.update(f"{shard['tokens_sha256']}/{shard['offsets_sha256']}\n".encode())
         return PreparedSplit(
             parts=tuple(self._map(token_file(split, shard["index"]), self._dtype, shard["tokens"]) for shard in shards),
             offsets=lambda: self._read_offsets(split, shards),
             documents=facts["documents"],
             source_bytes=facts["source_bytes"],
             byte_counts=tuple(facts["byte_counts"]),
-            sha256=digest.hexdigest(),
+            sha256=facts["sha256"],
         )
 
     def _read_offsets(self, split: str, shards: Sequence[Mapping[str, Any]]) -> NDArray[np.int64]:
-        parts, base = [], 0
+        borders = np.empty(sum(shard["documents"] for shard in shards) + 1, np.int64)
+        filled, base = 0, 0
         for shard in shards:
-            parts.append(self._map(offsets_file(split, shard["index"]), _OFFSET_DTYPE, shard["documents"]) + base)
-            base += shard["tokens"]
-        return np.concatenate([*parts, np.array([base])]).astype(np.int64)
+            part = borders[filled : filled + shard["documents"]]
+            np.add(self._map(offsets_file(split, shard["index"]), _OFFSET_DTYPE, shard["documents"]), base, out=part)
+            filled, base = filled + shard["documents"], base + shard["tokens"]
+        borders[-1] = base
+        return borders
 
     def _map(self, name: str, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         return map_file(self._folder / name, dtype, 0, count)

@@ -22,12 +22,12 @@ class Heartbeat:
         self._progress = progress
         self._say = say or progress
         self._interval_seconds = interval_seconds
-        self._status = ""
+        self._status: str | Callable[[], str] = ""
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="data-progress", daemon=True)
 
-    def status(self, text: str) -> None:
-        """What is being done now; shown at the next beat if it is still the latest."""
+    def status(self, text: str | Callable[[], str]) -> None:
+        """What is being done now, or what tells it at each beat; shown at the next one if it is still the latest."""
         self._status = text
 
     def say(self, text: str) -> None:
@@ -45,5 +45,6 @@ class Heartbeat:
 
     def _beat(self) -> None:
         while not self._done.wait(self._interval_seconds):
-            if self._status:
-                self._progress(self._status)
+            status = self._status
+            if text := status() if callable(status) else status:
+                self._progress(text)

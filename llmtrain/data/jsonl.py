@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from llmtrain.config.errors import DataError, Problem
 from llmtrain.config.typed_data import RecordData
-from llmtrain.data.paths import unreadable
-from llmtrain.data.record_units import KEPT_BYTES, BadReason, BadRecord, Document, SourceStamp, Storage, Unit, changed
+from llmtrain.data.paths import changed, unreadable
+from llmtrain.data.record_units import KEPT_BYTES, BadReason, BadRecord, Document, SourceStamp, Storage, Unit
 from llmtrain.plan.plan import Availability
 
 SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".ndjson", ".json") for packed in ("", ".gz", ".zst"))
@@ -31,11 +31,15 @@ _ZSTD_BLOCK_BYTES = 1 << 8
 """Compressed bytes decoded at once: 4 of them can become 128 KiB, and nothing bounds what comes out but what goes in."""
 _ESCAPE_BYTES = 6
 """A byte of text takes at most this many in JSON, as in `\\u0001`."""
-_OTHER_FIELDS_BYTES = 1 << 20
+LONG_LINE_BYTES = 1 << 28
+"""However short documents have to be, a line up to this length is read: its other fields may be long."""
+_NAMES_BYTES = 1 << 20
+"""Room for names and punctuation around a text of that length."""
 _SEARCH_BYTES = 1 << 16
 _MAGIC = {b"\x1f\x8b": Storage.GZIP, b"\x28\xb5\x2f\xfd": Storage.ZSTD}
 # Frames to be skipped, with which pzstd begins.
 _MAGIC |= {bytes([low, 0x2A, 0x4D, 0x18]): Storage.ZSTD for low in range(0x50, 0x60)}
+PARQUET_MAGIC = b"PAR1"
 _PACKED = {".gz": Storage.GZIP, ".zst": Storage.ZSTD}
 # Whole numbers are never the text, and as a float one of any length is read: int() refuses those of over 4300 digits.
 _decode = json.JSONDecoder(parse_int=float).decode
@@ -87,12 +91,12 @@ def line_units(file: SourceStamp, shard_bytes: int) -> list[Unit]:
 def read_lines(unit: Unit, source: RecordData) -> Iterator[Document | BadRecord]:
     """The records of a unit of lines, in order.
 
-    Memory is that of one line; one that is longer than any document may be is skipped unread.
+    Memory is that of one line; one longer than any with a document in it should be is skipped unread.
 
     Raises:
         DataError: the file cannot be read or is shorter than it was.
     """
-    limit = _ESCAPE_BYTES * source.max_document_bytes + _OTHER_FIELDS_BYTES
+    limit = max(_ESCAPE_BYTES * source.max_document_bytes, LONG_LINE_BYTES) + _NAMES_BYTES
     for record, line in enumerate(_lines(_blocks(unit), limit)):
         if record == 0 and unit.start == 0:
             line = line._replace(data=line.data.removeprefix(codecs.BOM_UTF8))
@@ -111,6 +115,8 @@ def _storage(file: SourceStamp) -> Storage:
             head = stream.read(_SEARCH_BYTES)
     except OSError as error:
         raise unreadable(file.path, error) from error
+    if head.startswith(PARQUET_MAGIC):
+        raise DataError(Problem(str(file.path), "it is a Parquet file and no JSON lines", "data=parquet"))
     for magic, storage in _MAGIC.items():
         if head.startswith(magic):
             return storage
@@ -135,7 +141,7 @@ def _text(line: _Line, source: RecordData) -> str | BadReason:
     if line.damaged:
         return BadReason.DAMAGED
     if line.too_long:
-        return BadReason.TOO_LONG
+        return BadReason.LONG_LINE
     try:
         record = _decode(line.data.decode("utf-8"))
     except UnicodeDecodeError:

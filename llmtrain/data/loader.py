@@ -104,6 +104,10 @@ class ValidationLoader:
         """Target tokens of the split."""
         return self._rows.num_targets
 
+    def num_scored_rows(self, max_tokens: int | None = None) -> int:
+        """Rows that `batches` gives with the same `max_tokens`."""
+        return self.num_rows if max_tokens is None else min(self.num_rows, max(1, max_tokens // self._sequence_length))
+
     def batches(self, batch_size: int, max_tokens: int | None = None) -> Iterator[Batch]:
         """Rows in order, `batch_size` at a time; the last batch may be smaller.
 
@@ -111,7 +115,7 @@ class ValidationLoader:
             max_tokens: score only the first max(1, max_tokens // T) rows: the same rows whatever the batch size. Counts input
                 positions, padding included, so that the cost is known.
         """
-        stop = self.num_rows if max_tokens is None else min(self.num_rows, max(1, max_tokens // self._sequence_length))
+        stop = self.num_scored_rows(max_tokens)
         for first in range(0, stop, batch_size):
             numbers = np.arange(first, min(first + batch_size, stop), dtype=np.int64)
             yield _to_batch(self._rows, numbers, numbers)

@@ -4,30 +4,46 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from llmtrain.data.record_units import Storage
+from llmtrain.data.units import RecordUnit, WorkUnit
 from llmtrain.data.worker import Progress
+
+SILENT_SECONDS = 30.0
+"""A unit that is silent for longer is told: it may be one long document, or its process does not run."""
+_PACKED = (Storage.GZIP, Storage.ZSTD)
+
+
+@dataclass
+class _Sizes:
+    """What finished units had, to tell how far others have come."""
+
+    on_disk: int = 0
+    text: int = 0
 
 
 class PreparationMeter:
     """Adds up what the units report.
 
-    Speeds count what this process and its workers tokenized, not the shards that were there already.
+    Speeds count what this process and its workers tokenized, not the shards that were there already. Shares are of bytes on disk. How
+    far a unit has come is estimated by the bytes of text that the finished ones gave for a byte on disk; a compressed file that is
+    the first of its kind counts as not begun, and before anything else is known no share is told.
     """
 
-    def __init__(
-        self, unit_bytes: Sequence[int], status: Callable[[str], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`unit_bytes`: the size of each unit on disk."""
-        self._unit_bytes = unit_bytes
-        self._total = max(1, sum(unit_bytes))
-        self._status = status
+    def __init__(self, units: Sequence[WorkUnit], clock: Callable[[], float] = time.monotonic) -> None:
+        self._units = units
+        self._total = max(1, sum(unit.source_bytes for unit in units))
         self._clock = clock
         self._began = clock()
-        self._at_work: dict[int, Progress] = {}
+        self._at_work: dict[int, tuple[Progress, float]] = {}
+        """Unit -> how far it has come, and when that was said."""
         self._covered = 0
-        """Bytes on disk that are dealt with."""
+        """Bytes on disk of finished units."""
         self._found = 0
         """Those of shards that were there."""
+        self._finished = {False: _Sizes(), True: _Sizes()}
+        """Of plain and of compressed units that were tokenized here."""
         self.source_bytes = 0
         """UTF-8 bytes tokenized."""
         self.tokens = 0
@@ -40,28 +56,62 @@ class PreparationMeter:
 
     def update(self, index: int, progress: Progress, is_finished: bool) -> None:
         """A unit has come so far."""
-        before = self._at_work.pop(index, Progress(0, 0))
-        size = self._unit_bytes[index]
+        before, _ = self._at_work.pop(index, (Progress(0, 0), 0.0))
         self.source_bytes += progress.source_bytes - before.source_bytes
         self.tokens += progress.tokens - before.tokens
-        # Text and its file differ in length: within a unit the share is an estimate.
-        covered = size if is_finished else min(size, progress.source_bytes)
-        self._covered += covered - min(size, before.source_bytes)
-        if is_finished and progress == Progress(0, 0):
-            self._found += size
         if not is_finished:
-            self._at_work[index] = progress
-        self._status(self._line())
+            self._at_work[index] = (progress, self._clock())
+            return
+        size = self._units[index].source_bytes
+        self._covered += size
+        if progress == Progress(0, 0):
+            self._found += size
+            return
+        sizes = self._finished[_is_packed(self._units[index])]
+        sizes.on_disk += size
+        sizes.text += progress.source_bytes
 
     def speed(self) -> str:
         """For example `9.81 MB/s, 2.4M tokens/s`."""
         return f"{self.source_bytes / 1e6 / self.seconds:.3g} MB/s, {count(self.tokens / self.seconds)} tokens/s"
 
-    def _line(self) -> str:
-        share = self._covered / self._total
-        here = (self._covered - self._found) / self._total
-        left = f", {duration(self.seconds * (1 - share) / here)} left" if here > 0 and self.seconds > 1 else ""
-        return f"tokenizing: {share:.0%}, {self.speed()}{left}"
+    def line(self) -> str:
+        """The status line as of now; may be called from another thread."""
+        at_work = dict(self._at_work)
+        parts = [self.speed()]
+        covered = [self._estimate(index, progress) for index, (progress, _) in at_work.items()]
+        here = self._covered - self._found + sum(size for size in covered if size is not None)
+        # Nothing but compressed files that none of their kind has ended before: how much is left cannot be told.
+        if here or None not in covered:
+            share = (here + self._found) / self._total
+            parts.insert(0, f"{share:.0%}")
+            if here and self.seconds > 1:
+                parts.append(f"{duration(self.seconds * (1 - share) * self._total / here)} left")
+        return f"tokenizing: {', '.join(parts)}{self._silence(at_work)}"
+
+    def _estimate(self, index: int, progress: Progress) -> float | None:
+        """Bytes on disk that a unit at work has covered; None where nothing tells it."""
+        unit = self._units[index]
+        is_packed = _is_packed(unit)
+        sizes = self._finished[is_packed]
+        if is_packed and not sizes.text:
+            return None
+        on_disk_for_text = sizes.on_disk / sizes.text if sizes.text else 1.0
+        return min(float(unit.source_bytes), progress.source_bytes * on_disk_for_text)
+
+    def _silence(self, at_work: dict[int, tuple[Progress, float]]) -> str:
+        """The unit that has been silent for longest, if that is long."""
+        if not at_work:
+            return ""
+        index, (_, heard) = min(at_work.items(), key=lambda item: item[1][1])
+        silent = self._clock() - heard
+        if silent < SILENT_SECONDS:
+            return ""
+        return f"; nothing heard for {duration(silent)} of unit {index}: {self._units[index].place}"
+
+
+def _is_packed(unit: WorkUnit) -> bool:
+    return isinstance(unit, RecordUnit) and any(part.storage in _PACKED for part in unit.units)
 
 
 def count(number: float) -> str:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmtrain.config.errors import DataError, Problem
-from llmtrain.config.typed_data import RecordData
-from llmtrain.data.jsonl import check_text
-from llmtrain.data.paths import unreadable
-from llmtrain.data.record_units import BadReason, BadRecord, Document, SourceStamp, Storage, Unit, changed
+from llmtrain.config.typed_data import OnBad, RecordData
+from llmtrain.data.jsonl import PARQUET_MAGIC, check_text
+from llmtrain.data.paths import changed, unreadable
+from llmtrain.data.record_units import BadReason, BadRecord, Document, SourceStamp, Storage, Unit
 from llmtrain.plan.plan import Availability
 
 SUFFIXES = (".parquet", ".parq", ".pq")
@@ -41,6 +41,7 @@ def row_group_units(file: SourceStamp, source: RecordData, shard_bytes: int) -> 
         raise DataError(Problem(str(file.path), parquet_availability().reason))
     table = _open(file)
     if table is None:
+        _refuse_other_files(file, source)
         return [Unit((file,), Storage.PARQUET, 0, 0, 0, file.size)]
     column = _column(table, file, source.text_field)
     units, start, rows, first_row, size = [], 0, 0, 0, 0
@@ -52,6 +53,14 @@ def row_group_units(file: SourceStamp, source: RecordData, shard_bytes: int) -> 
             units.append(Unit((file,), Storage.PARQUET, start, index + 1, first_row, size))
             start, first_row, size = index + 1, rows, 0
     return units
+
+
+def _refuse_other_files(file: SourceStamp, source: RecordData) -> None:
+    """Raise DataError for what was never a Parquet file, unless bad files are to be passed over."""
+    with file.path.open("rb") as stream:
+        is_parquet = stream.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
+    if source.on_bad is OnBad.ERROR and not is_parquet:
+        raise DataError(Problem(str(file.path), "it is no Parquet file", "data=jsonl for JSON lines, or data.on_bad=skip"))
 
 
 def read_rows(unit: Unit, source: RecordData) -> Iterator[Document | BadRecord]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Protocol
 
 from llmtrain.config.errors import DataError, Problem
 from llmtrain.config.paths import user_path
@@ -30,8 +33,7 @@ class FoundFiles:
 def find_files(path: str, setting: str, suffixes: Sequence[str]) -> FoundFiles:
     """The files that `path` stands for, sorted by their path below the folder that was named.
 
-    A file is taken whatever it is called. Of a folder all files with one of the suffixes are, below it too; hidden ones and links to
-    folders are left out. A pattern (`*`, `?`, `[ ]`, `**` for any folders) stands for what it matches; if it ends in `*`, only for
+    A file is taken whatever it is called. Of a folder all files with one of the suffixes are, below it too (see `walk`). A pattern (`*`, `?`, `[ ]`, `**` for any folders) stands for what it matches; if it ends in `*`, only for
     what has one of the suffixes. A leading `~` is a home folder.
 
     Args:
@@ -46,7 +48,7 @@ def find_files(path: str, setting: str, suffixes: Sequence[str]) -> FoundFiles:
     cure = f"{setting.partition('=')[0]}=FILE, FOLDER or PATTERN"
     try:
         if given.is_dir():
-            found = FoundFiles(given, _sorted(given, _walk(given, suffixes)))
+            found = FoundFiles(given, tuple(file for file in walk(given, Counter()) if file.name.endswith(tuple(suffixes))))
         elif given.exists():
             if not given.is_file():
                 raise DataError(Problem(setting, f"{given} is neither a regular file nor a folder", cure))
@@ -65,32 +67,124 @@ def unreadable(path: Path, error: OSError) -> DataError:
     return DataError(Problem(str(path), f"it cannot be read: {error.strerror or error}", "make it readable, or move it away"))
 
 
+class FileStamp(Protocol):
+    """A file as it was when it was found."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def modified_ns(self) -> int: ...
+
+
+def check_unchanged(files: Iterable[FileStamp]) -> None:
+    """Raise DataError if a file has not the size and time that it had when it was found."""
+    for file in files:
+        try:
+            now = file.path.stat()
+        except OSError as error:
+            raise unreadable(file.path, error) from error
+        if (now.st_size, now.st_mtime_ns) != (file.size, file.modified_ns):
+            raise changed(file.path)
+
+
+def changed(path: Path) -> DataError:
+    """The message for a file that is not what it was."""
+    return DataError(Problem(str(path), "it changed while it was being read", "start again when nothing writes to it"))
+
+
+def leave_to_validation(train: Sequence[Path], held_out: Iterable[Path], setting: str) -> list[Path]:
+    """The training files that are no validation files, by whatever name or link.
+
+    Raises:
+        DataError: none is left.
+    """
+    scored = {path.resolve() for path in held_out}
+    kept = [path for path in train if path.resolve() not in scored]
+    if not kept:
+        rule = "nothing is left for training: data.validation_path names every file of it"
+        raise DataError(Problem(setting, rule, f"{setting.partition('=')[0]}=PATH with other text"))
+    return kept
+
+
 def _match(pattern: Path, suffixes: Sequence[str]) -> FoundFiles:
     if not glob.has_magic(str(pattern)):
         return FoundFiles(_nearest_folder(pattern), ())
     wild = next(number for number, part in enumerate(pattern.parts) if glob.has_magic(part))
     root = Path(*pattern.parts[:wild])
-    matches = (Path(name) for name in glob.iglob(str(pattern), recursive=True))
-    taken = [path for path in matches if path.is_file()]
+    if "**" in pattern.parts[wild:]:
+        # Not by glob: it walks links that lead in circles to the end of what the system lets it.
+        found = walk(root, Counter()) if root.is_dir() else []
+        taken = [path for path in found if _fits(path.relative_to(root).parts, pattern.parts[wild:])]
+    else:
+        taken = [path for path in map(Path, glob.iglob(str(pattern))) if path.is_file()]
     if pattern.name.endswith("*"):
         taken = [path for path in taken if path.name.endswith(tuple(suffixes))]
     return FoundFiles(root if taken else _nearest_folder(root), _sorted(root, taken))
+
+
+def _fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a path fits a pattern, both by their parts; `**` stands for any number of parts."""
+    if not pattern:
+        return not names
+    if pattern[0] == "**":
+        return any(_fits(names[skipped:], pattern[1:]) for skipped in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], pattern[0]) and _fits(names[1:], pattern[1:])
 
 
 def _sorted(root: Path, paths: Iterable[Path]) -> tuple[Path, ...]:
     return tuple(sorted(set(paths), key=lambda path: path.relative_to(root).as_posix()))
 
 
-def _walk(root: Path, suffixes: Sequence[str]) -> Iterator[Path]:
-    def fail(error: OSError) -> None:
-        raise error
+def walk(root: Path, skipped: Counter[str], skipped_folders: Collection[str] = ()) -> list[Path]:
+    """Regular files below a folder in order of their paths below it; hidden ones are left out, and links to folders are followed.
 
-    for folder, folders, names in os.walk(root, onerror=fail):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    A folder that can be reached in several ways is read once, by the name that comes first: links may lead in a circle.
+
+    Args:
+        skipped: gets the number of files and folders that are left out, by reason.
+        skipped_folders: names of folders that are left out.
+
+    Raises:
+        DataError: a folder that cannot be read.
+    """
+
+    def fail(error: OSError) -> None:
+        raise unreadable(Path(error.filename), error)
+
+    found = []
+    seen = {_inode(root)}
+    for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
+        skipped["hidden"] += sum(name.startswith(".") for name in folders)
+        wanted = sorted(name for name in folders if name not in skipped_folders and not name.startswith("."))
+        folders[:] = [name for name in wanted if _is_new(Path(folder, name), seen)]
         for name in names:
             path = Path(folder, name)
-            if not name.startswith(".") and name.endswith(tuple(suffixes)) and path.is_file():
-                yield path
+            if name.startswith("."):
+                skipped["hidden"] += 1
+            elif path.is_file():
+                found.append(path)
+            else:
+                skipped["not a regular file"] += 1
+    return list(_sorted(root, found))
+
+
+def _is_new(folder: Path, seen: set[tuple[int, int]]) -> bool:
+    inode = _inode(folder)
+    is_new = inode not in seen
+    seen.add(inode)
+    return is_new
+
+
+def _inode(folder: Path) -> tuple[int, int]:
+    try:
+        facts = folder.stat()
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    return facts.st_dev, facts.st_ino
 
 
 def _nearest_folder(path: Path) -> Path:

@@ -3,14 +3,19 @@
 Shards are made side by side in a staging folder that the same command finds again after a kill; when all are there the folder is
 described and renamed, so a half-made one is never taken for tokens. What comes out is the same to the byte for any number of
 processes, kills and orders. A folder of the cache that fails its checks is taken away and made again, with a message.
+
+A folder that the user named (prepare.path) may be a mount point, a link or the working folder: it is neither renamed nor removed. The
+staging folder lies in it and its files are moved up, the description last; nothing is written beside it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +34,8 @@ from llmtrain.config.typed_data import (
 )
 from llmtrain.data.formats import (
     BAD_RECORDS,
+    CHECKED,
+    METADATA,
     DamagedTokens,
     Prepared,
     expected_files,
@@ -41,6 +48,7 @@ from llmtrain.data.framing import settle_framing
 from llmtrain.data.heartbeat import Heartbeat
 from llmtrain.data.meter import PreparationMeter, count
 from llmtrain.data.plugin_documents import written_documents
+from llmtrain.data.record_places import PlaceTeller, told_places
 from llmtrain.data.shards import (
     FORMAT_VERSION,
     BadRecords,
@@ -49,10 +57,21 @@ from llmtrain.data.shards import (
     bad_file,
     describe_bad,
     read_json,
+    remove_temporaries,
     write_json,
 )
 from llmtrain.data.sources import VALIDATION_PATH
-from llmtrain.data.staging import STAGING, cache_folder, locked, publish, remove_abandoned, set_aside
+from llmtrain.data.staging import (
+    STAGING,
+    begin,
+    cache_folder,
+    is_staging,
+    locked,
+    move_up,
+    publish,
+    remove_abandoned,
+    set_aside,
+)
 from llmtrain.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, train_tokenizer
 from llmtrain.data.units import SPLITS, Text, WorkUnit, find_text
 from llmtrain.data.workers import choose_workers, make_shards
@@ -61,6 +80,8 @@ MAX_ATTEMPTS = 5
 """A second attempt opens what the first one made; more are needed only if other processes damage or move the same folder."""
 LEARNT = "learnt.json"
 """The vocabulary of an unfinished preparation, so that it is learnt once."""
+_OWN_LOCK = f"{STAGING}own"
+"""One for all preparations into a folder that the user named."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +94,19 @@ class Preparation:
     settings: PrepareConfig
     folder: Path
     key: str
-    """Of everything the content of the folder follows from."""
+    """Of everything the content of the folder follows from. How it is cut into shards too: words of over a megabyte are cut with it."""
     shard_key: str
     """The same without what only decides how bad records are dealt with: their shards can be taken over."""
 
     @property
     def staging(self) -> Path:
-        """Where the shards are made; in the cache the same for every way to deal with bad records."""
-        own = "" if self.settings.path is None else f"{self.folder.name}-"
-        return self.folder.with_name(f"{STAGING}{own}{self.shard_key[:32]}")
+        """Where the shards are made; the same for every way to deal with bad records."""
+        return (self.folder if self.is_named else self.folder.parent) / f"{STAGING}{self.shard_key[:32]}"
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the folder is one that the user named."""
+        return self.settings.path is not None
 
     @property
     def on_bad(self) -> OnBad:
@@ -112,22 +137,25 @@ def find_preparation(
     if settings.path is None:
         folder = cache_folder(source.cache_dir) / key[:32]
     else:
-        folder = user_path(settings.path, f"prepare.path={settings.path}")
+        folder = Path(os.path.realpath(user_path(settings.path, f"prepare.path={settings.path}")))
     return Preparation(text, data, maker, settings, folder, key, shard_key)
 
 
 def prepare(job: Preparation, beat: Heartbeat) -> Prepared:
     """The prepared tokens of a text, from its folder or made now.
 
+    A tokenizer that is given is handed back: one of the same ids that made the folder may decode in another way.
+
     Raises:
         DataError: text or tokenizer at fault, or a worker that was killed.
         StorageError: the folder cannot be written, or holds something else.
     """
     try:
-        return _open_or_make(job, beat)
+        prepared = _open_or_make(job, beat)
+        return replace(prepared, tokenizer=job.tokenizer) if isinstance(job.tokenizer, Tokenizer) else prepared
     except OSError as error:
-        cure = "data.cache_dir=FOLDER" if job.settings.path is None else "prepare.path=FOLDER"
-        where = f"prepared tokens in {job.folder.parent}"
+        cure = "prepare.path=FOLDER" if job.is_named else "data.cache_dir=FOLDER"
+        where = f"prepared tokens in {job.folder if job.is_named else job.folder.parent}"
         raise StorageError(Problem(where, f"{error.strerror or error}", f"{cure} with room to write")) from error
 
 
@@ -140,17 +168,19 @@ def _tokenizing(data: DataConfig, maker: Tokenizer | LearntTokenizerConfig) -> d
 
 
 def _open_or_make(job: Preparation, beat: Heartbeat) -> Prepared:
+    is_new = False
     for attempt in range(MAX_ATTEMPTS):
-        if _is_there(job.folder):
+        if _is_there(job):
             try:
-                return replace(open_prepared(job.folder, job.key, beat.status), is_new=attempt > 0)
+                return replace(open_prepared(job.folder, job.key, beat.status), is_new=is_new)
             except DamagedTokens as damage:
                 _remove_damaged(job, damage, beat)
         try:
-            with locked(job.staging, beat.status):
+            with locked(job.folder / _OWN_LOCK if job.is_named else job.staging, beat.status) as is_alone:
                 # Another process may have finished while this one waited.
-                if not _is_there(job.folder):
-                    _make(job, beat)
+                if not _is_there(job):
+                    _make(job, beat, is_alone)
+                    is_new = True
         except FileNotFoundError:
             # Where there are no locks another process can finish, and rename, the folder that this one works on.
             if attempt == MAX_ATTEMPTS - 1:
@@ -159,37 +189,44 @@ def _open_or_make(job: Preparation, beat: Heartbeat) -> Prepared:
     raise StorageError(Problem(str(job.folder), rule, "data.cache_dir=FOLDER"))
 
 
-def _is_there(folder: Path) -> bool:
-    """Whether something lies in a folder; an empty one may be filled."""
-    return folder.exists() and any(folder.iterdir())
+def _is_there(job: Preparation) -> bool:
+    """Whether something lies in the folder; an empty one may be filled, and one that a process was killed in filling."""
+    if job.is_named and is_complete(job.staging, job.key) and not (job.folder / METADATA).exists():
+        return False
+    return job.folder.exists() and any(not _is_ours(path) for path in job.folder.iterdir())
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether something in a folder that the user named is there only while it is filled."""
+    return is_staging(path) or path.name == f"{_OWN_LOCK}.lock"
 
 
 def _remove_damaged(job: Preparation, damage: DamagedTokens, beat: Heartbeat) -> None:
     """Take a damaged folder of the cache away; a folder that the user named is not ours to remove."""
     found = damage.problems[0]
-    if job.settings.path is not None:
+    if job.is_named:
         rule = f"it is there and does not hold the tokens of this text: {found.what}: {found.rule}"
         raise StorageError(Problem(f"prepare.path={job.settings.path}", rule, "prepare.path=NEW_FOLDER, or remove this one"))
     beat.say(f"prepared tokens are damaged and will be made again: {found.what}: {found.rule}")
     set_aside(job.folder)
 
 
-def _make(job: Preparation, beat: Heartbeat) -> None:
+def _make(job: Preparation, beat: Heartbeat, is_alone: bool) -> None:
     """Make the folder, or go on where an earlier process stopped."""
     staging = job.staging
     goes_on = staging.exists()
-    staging.mkdir(parents=True, exist_ok=True)
     try:
+        begin(staging)
+        if is_alone:
+            remove_temporaries(staging)
         if not is_complete(staging, job.key):
             verb = "going on with preparing" if goes_on else "preparing"
-            where = job.folder.parent if job.settings.path is None else job.folder
+            where = job.folder if job.is_named else job.folder.parent
             beat.say(f"{verb} tokens of {job.text.name} (once; kept in {where})")
-            remove_abandoned(staging.parent, staging)
+            if not job.is_named:
+                remove_abandoned(staging.parent, staging)
             _fill(job, beat)
-        for name in {path.name for path in staging.iterdir()} - expected_files(staging):
-            (staging / name).unlink(missing_ok=True)
-        mark_checked(staging)
-        publish(staging, job.folder)
+        _finish(job)
     finally:
         # What is finished is kept for the next try, and nothing else.
         kept = (any(staging.glob("shard-*.json")), (staging / LEARNT).exists(), is_complete(staging, job.key))
@@ -197,22 +234,37 @@ def _make(job: Preparation, beat: Heartbeat) -> None:
             shutil.rmtree(staging, ignore_errors=True)
 
 
+def _finish(job: Preparation) -> None:
+    """Give the files of a complete staging folder their place, or what a process that was killed here has left of them."""
+    staging = job.staging
+    for name in {path.name for path in staging.iterdir()} - expected_files(staging) - {CHECKED}:
+        (staging / name).unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        mark_checked(staging)
+    if job.is_named:
+        move_up(staging, job.folder, METADATA)
+    else:
+        publish(staging, job.folder)
+
+
 def _fill(job: Preparation, beat: Heartbeat) -> None:
     tokenizer = _tokenizer(job, beat)
     framing = settle_framing(job.data, tokenizer)
     units = job.text.units(tokenizer.cuts_at_words)
     num_workers = choose_workers(job.settings.workers, job.text.source_bytes, len(units))
-    meter = PreparationMeter([unit.source_bytes for unit in units], beat.status)
+    meter = PreparationMeter(units)
+    beat.status(meter.line)
     settings = ShardSettings(job.staging, job.shard_key, tokenizer, framing, job.on_bad)
     shards = make_shards(settings, units, num_workers, meter.update)
     job.text.check_unchanged()
     bad = BadRecords()
     for shard in shards:
         bad.merge(shard["bad"])
+    bad.places = told_places(bad.places)
     _check_splits(job, shards, bad)
     facts = {"name": job.text.name, "held_out": job.text.held_out, **asdict(framing), "bad": bad.to_dict()}
     facts["bad_sha256"] = _join_copies(job, units)
-    write_metadata(job.staging, job.key, tokenizer, facts, shards)
+    write_metadata(job.staging, job.key, tokenizer, facts, shards, beat.status)
     beat.say(_summary(shards, bad, meter))
 
 
@@ -250,12 +302,12 @@ def _join_copies(job: Preparation, units: Sequence[WorkUnit]) -> str:
     """One file with the copies of all bad records, in the order of the text; its SHA-256, empty where there are none."""
     if job.on_bad is not OnBad.QUARANTINE:
         return ""
-    writer = FileWriter(job.staging / BAD_RECORDS)
+    writer, teller = FileWriter(job.staging / BAD_RECORDS), PlaceTeller()
     try:
         for index in range(len(units)):
             path = job.staging / bad_file(index)
             if path.exists():
-                writer.write(path.read_bytes())
+                writer.write(teller.tell_copies(path.read_bytes()))
         return writer.finish()
     finally:
         writer.close()

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from llmtrain.config.errors import DataError, Problem
 from llmtrain.data.paths import unreadable
+from llmtrain.data.record_places import place_from
 
 STAMP_BYTES = 1 << 16
-"""Hashed at each end of a file."""
+STAMP_STRETCHES = 64
+"""Of a file, up to this many stretches of STAMP_BYTES are hashed: all of a small one."""
 KEPT_BYTES = 1 << 16
 """Of a record that is too long to be held in memory, this much is kept to show."""
-_COUNT_BYTES = 1 << 22
 
 
 class BadReason(StrEnum):
@@ -29,6 +28,7 @@ class BadReason(StrEnum):
     NOT_UTF8 = "not UTF-8"
     CUT_OFF = "cut off by the end of the file"
     TOO_LONG = "longer than data.max_document_bytes"
+    LONG_LINE = "line longer than 256 MiB and 6 x data.max_document_bytes"
     LONE_SURROGATE = "half of a surrogate pair"
     DAMAGED = "damaged file, what follows is lost"
 
@@ -52,8 +52,8 @@ class SourceStamp:
     size: int
     """Bytes."""
     modified_ns: int
-    ends_sha256: str
-    """Of the first and the last STAMP_BYTES."""
+    sample_sha256: str
+    """Of its content, or of evenly spaced stretches, the first and the last included."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,10 @@ class Unit:
         return f"{self.file.path} from {f'row {self.first_row + 1}' if self.storage is Storage.PARQUET else f'byte {self.start}'} on"
 
     def place(self, record: int) -> str:
-        """`file:line` or `file:row` of a record, which is counted from 0 in the unit and from 1 in the file.
-
-        The first call for lines that start inside a file reads the file up to there.
-        """
+        """Where a record lies, which is counted from 0 in the unit; `record_places` says how it is told."""
         if self.storage is Storage.PARQUET:
             return f"{self.file.path}:row {self.first_row + record + 1}"
-        return f"{self.file.path}:{(_lines_before(self.file, self.start) if self.start else 0) + record + 1}"
+        return place_from(self.file.path, self.start, record)
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ class Document:
 
     @property
     def place(self) -> str:
-        """`file:line` or `file:row`."""
+        """Where it lies, see `record_places`."""
         return self.unit.place(self.record)
 
 
@@ -116,56 +113,27 @@ class BadRecord:
     """A record that is no document."""
 
     place: str
-    """`file:line` or `file:row`."""
+    """Where it lies, see `record_places`."""
     reason: BadReason
     raw: bytes
     """As it was found; the beginning of one that is too long; what is left of one in a damaged file."""
 
 
 def stamp(path: Path, name: str) -> SourceStamp:
-    """Look at a file: size, time and a hash of its ends.
+    """Look at a file: size, time and a hash of its content, or of samples where there is much.
 
     Raises:
         DataError: it cannot be read.
     """
+    digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
             facts = path.stat()
-            digest = hashlib.sha256(file.read(STAMP_BYTES))
-            file.seek(max(0, facts.st_size - STAMP_BYTES))
-            digest.update(file.read(STAMP_BYTES))
+            last = max(0, facts.st_size - STAMP_BYTES)
+            count = min(STAMP_STRETCHES, -(-facts.st_size // STAMP_BYTES))
+            for number in range(count):
+                file.seek(last * number // max(1, count - 1))
+                digest.update(file.read(STAMP_BYTES))
     except OSError as error:
         raise unreadable(path, error) from error
     return SourceStamp(path, name, facts.st_size, facts.st_mtime_ns, digest.hexdigest())
-
-
-def check_unchanged(files: Iterable[SourceStamp]) -> None:
-    """Raise DataError if a file is not what it was when it was found."""
-    for file in files:
-        if stamp(file.path, file.name) != file:
-            raise changed(file.path)
-
-
-def changed(path: Path) -> DataError:
-    """The message for a file that is not what it was."""
-    return DataError(Problem(str(path), "it changed while it was being read", "start again when nothing writes to it"))
-
-
-_counted: dict[SourceStamp, tuple[int, int]] = {}
-"""File -> (byte, lines before it), the furthest that this process has counted: units come in order, so a file is read once."""
-
-
-def _lines_before(file: SourceStamp, byte: int) -> int:
-    start, lines = _counted.get(file, (0, 0))
-    if start > byte:
-        start, lines = 0, 0
-    try:
-        with file.path.open("rb") as stream:
-            stream.seek(start)
-            while start < byte and (block := stream.read(min(_COUNT_BYTES, byte - start))):
-                start += len(block)
-                lines += block.count(b"\n")
-    except OSError as error:
-        raise unreadable(file.path, error) from error
-    _counted[file] = (start, lines)
-    return lines

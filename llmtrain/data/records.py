@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from llmtrain.config.errors import DataError, Problem
 from llmtrain.config.typed_data import RecordData
 from llmtrain.data import jsonl, parquet
-from llmtrain.data.paths import find_files
-from llmtrain.data.record_units import BadReason, BadRecord, Document, SourceStamp, Storage, Unit, check_unchanged, stamp
+from llmtrain.data.paths import FoundFiles, find_files
+from llmtrain.data.record_units import BadReason, BadRecord, Document, SourceStamp, Storage, Unit
 from llmtrain.plan.plan import Availability
 
 __all__ = [
@@ -19,8 +19,8 @@ __all__ = [
     "Storage",
     "Unit",
     "availability",
-    "check_unchanged",
-    "find_units",
+    "cut_units",
+    "find_records",
     "read_unit",
 ]
 
@@ -33,27 +33,36 @@ def availability() -> dict[str, Availability]:
     }
 
 
-def find_units(path: str, setting: str, source: RecordData, shard_bytes: int) -> list[Unit]:
-    """Everything that `path` stands for, in order, cut into units; the same list wherever and whenever it is made.
+def find_records(path: str, setting: str, source: RecordData) -> FoundFiles:
+    """The files that `path` stands for: `source.path` or `source.validation_path`.
 
     Args:
-        path: file, folder or pattern: `source.path` or `source.validation_path`.
         setting: how it was written, for messages, e.g. `data.path=shards`.
-        shard_bytes: about how much text a unit holds. Compressed JSON lines cannot be cut: one unit a file.
 
     Raises:
         ConfigError: the path names a home folder that is not there.
-        DataError: no files, only empty ones, a file that cannot be read, a column that is not there, a package not installed.
+        DataError: no files, or a folder that cannot be read.
     """
-    found = find_files(path, setting, parquet.SUFFIXES if source.kind == "parquet" else jsonl.SUFFIXES)
+    return find_files(path, setting, parquet.SUFFIXES if source.kind == "parquet" else jsonl.SUFFIXES)
+
+
+def cut_units(files: Sequence[SourceStamp], setting: str, source: RecordData, shard_bytes: int) -> list[Unit]:
+    """Files in order, cut into units; the same list wherever and whenever it is made.
+
+    Args:
+        shard_bytes: about how much text a unit holds at most. Compressed JSON lines cannot be cut: one unit a file.
+
+    Raises:
+        DataError: only empty files, a file that cannot be read, a column that is not there, a package not installed.
+    """
     units: list[Unit] = []
-    for file in (stamp(path, found.name(path)) for path in found.paths):
+    for file in files:
         if source.kind == "parquet":
             units += parquet.row_group_units(file, source, shard_bytes)
         else:
             units += jsonl.line_units(file, shard_bytes)
     if not units:
-        many = f"all {len(found.paths)} files are" if len(found.paths) > 1 else f"{found.paths[0]} is"
+        many = f"all {len(files)} files are" if len(files) > 1 else f"{files[0].path} is"
         raise DataError(Problem(setting, f"{many} empty", f"{setting.partition('=')[0]}=PATH with text in it"))
     return units
 

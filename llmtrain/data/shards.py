@@ -15,7 +15,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import uuid
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -28,15 +30,19 @@ from numpy.typing import NDArray
 from llmtrain.config.errors import DataError, Problem
 from llmtrain.config.typed_data import OnBad
 from llmtrain.data.framing import Framing
+from llmtrain.data.record_places import PlaceTeller
 from llmtrain.data.records import BadRecord
 from llmtrain.data.tokenizer import Tokenizer
 from llmtrain.data.units import SPLITS, Block, WorkUnit, block_bytes
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 GROUP_CHARACTERS = 1 << 20
 """Text handed to the tokenizer at once, so that one with threads can use them."""
+SHOWN_PLACES = 3
 KEPT_PLACES = 5
 """Places told for each reason why records were no documents."""
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}")
 
 Report = Callable[[int, int], None]
 """Gets the bytes of text and the tokens that a unit has come to."""
@@ -117,6 +123,11 @@ def describe_bad(bad: Mapping[str, Mapping[str, Any]]) -> str:
     return f"{total:,} bad {'record' if total == 1 else 'records'} ({reasons})"
 
 
+def first_places(bad: Mapping[str, Mapping[str, Any]]) -> str:
+    """Where some of them are, for example `a.jsonl:31, a.jsonl:55`."""
+    return ", ".join([place for facts in bad.values() for place in facts["places"]][:SHOWN_PLACES])
+
+
 def description_file(index: int) -> str:
     return f"shard-{index:05}.json"
 
@@ -142,8 +153,8 @@ class FileWriter:
         self._file: IO[bytes] | None = None
         self._digest = hashlib.sha256()
 
-    def write(self, data: bytes) -> None:
-        if data:
+    def write(self, data: bytes | memoryview) -> None:
+        if len(data):
             if self._file is None:
                 self._file = self._temporary.open("wb")
             self._file.write(data)
@@ -161,9 +172,19 @@ class FileWriter:
     def close(self) -> None:
         """Remove what was not finished."""
         if self._file is not None:
+            # On a full disk the last bytes cannot be written; the file has to go all the same.
             with suppress(OSError):
                 self._file.close()
+            with suppress(OSError):
                 self._temporary.unlink(missing_ok=True)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove what writers that were killed have left in a folder."""
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
+            with suppress(OSError):
+                path.unlink()
 
 
 class SplitWriter:
@@ -175,7 +196,7 @@ class SplitWriter:
         self._offsets = FileWriter(folder / offsets_file(split, index))
         self._vocab_size = vocab_size
         self._dtype = token_dtype(vocab_size)
-        self._starts: list[int] = []
+        self._starts = array("q")
         self._byte_counts = np.zeros(256, dtype=np.int64)
         self.num_tokens = 0
         self.source_bytes = 0
@@ -209,7 +230,7 @@ class SplitWriter:
         """Publish the files and describe them; empty where there was nothing."""
         if not self.num_tokens and not self._starts:
             return {}
-        self._offsets.write(np.array(self._starts, dtype="<i8").tobytes())
+        self._offsets.write(np.asarray(self._starts).astype("<i8", copy=False).data)
         return {
             "tokens": self.num_tokens,
             "documents": len(self._starts),
@@ -298,7 +319,7 @@ def _documents(unit: WorkUnit, settings: ShardSettings, bad: BadRecords, copies:
 
 def _bad_record(record: BadRecord) -> DataError:
     cure = "mend it, or data.on_bad=skip (quarantine keeps copies); what is tokenized already is kept"
-    return DataError(Problem(record.place, f"no document: {record.reason.value}", cure))
+    return DataError(Problem(PlaceTeller().tell(record.place), f"no document: {record.reason.value}", cure))
 
 
 def _groups(blocks: Iterator[Block]) -> Iterator[list[Block]]:

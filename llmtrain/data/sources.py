@@ -13,19 +13,20 @@ import hashlib
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from llmtrain.config.errors import DataError, Problem
 from llmtrain.config.paths import user_path
 from llmtrain.config.typed_data import StdlibData, TextData
+from llmtrain.data.paths import changed, leave_to_validation, unreadable, walk
+from llmtrain.data.text_cuts import BLOCK_BYTES, Read, piece_end
 
 MIN_DOCUMENTS_TO_SPLIT = 20
-BLOCK_BYTES = 1 << 18
-"""Text is read and encoded this much at a time, so that a document of any size takes little memory."""
+IS_VALIDATION = "validation"
+"""Why files of `data.path` are not trained on where `data.validation_path` names them too."""
 VALIDATION_PATH = "all of data.validation_path"
 """How validation was chosen where it has a path of its own."""
 LINE_BREAK_SEARCH_BYTES = 1 << 20
@@ -79,23 +80,28 @@ def scan_source(source: StdlibData | TextData) -> Scan:
     skipped: Counter[str] = Counter()
     if isinstance(source, StdlibData):
         root = Path(sysconfig.get_path("stdlib"))
-        paths = [path for path in _walk(root, STDLIB_SKIPPED_FOLDERS, skipped) if _is_library_module(path)]
+        paths = [path for path in walk(root, skipped, STDLIB_SKIPPED_FOLDERS) if _is_library_module(path)]
         files = _scan_files(root, paths, "data=stdlib", skipped)
         # What is left out of the standard library is ours to choose; what is left out of somebody's folder is worth a word.
         return _split("Python's own library", files, "data=stdlib", source.validation_fraction, "whole modules", Counter())
     setting = f"data.path={source.path}"
-    root, files = _scan_path(source.path, setting, skipped)
+    root = user_path(source.path, setting)
+    paths = _text_paths(root, setting, skipped)
     name = root.name or str(root)
     if source.validation_path is None:
+        files = _scan_files(root, paths, setting, skipped)
         return _split(name, files, setting, source.validation_fraction, "whole files", skipped)
-    _, held_out = _scan_path(source.validation_path, f"data.validation_path={source.validation_path}", skipped)
-    train, validation = (tuple(Document(file, 0, file.size) for file in side) for side in (files, held_out))
-    return Scan(name, train, validation, VALIDATION_PATH, skipped)
-
-
-def _scan_path(path: str, setting: str, skipped: Counter[str]) -> tuple[Path, list[SourceFile]]:
-    root = user_path(path, setting)
-    return root, _scan_files(root, _text_paths(root, setting, skipped), setting, skipped)
+    held_out_setting = f"data.validation_path={source.validation_path}"
+    held_out_root = user_path(source.validation_path, held_out_setting)
+    # Named the same on purpose: a text that is scored whole is read twice, and what is left out of it is counted once.
+    same = source.path == source.validation_path
+    held_out = paths if same else _text_paths(held_out_root, held_out_setting, skipped)
+    train = paths if same else leave_to_validation(paths, held_out, setting)
+    skipped[IS_VALIDATION] += len(paths) - len(train)
+    validation_files = _scan_files(held_out_root, held_out, held_out_setting, skipped)
+    train_files = validation_files if same else _scan_files(root, train, setting, skipped)
+    sides = (tuple(Document(file, 0, file.size) for file in side) for side in (train_files, validation_files))
+    return Scan(name, *sides, VALIDATION_PATH, skipped)
 
 
 def _scan_files(root: Path, paths: list[Path], setting: str, skipped: Counter[str]) -> list[SourceFile]:
@@ -122,66 +128,45 @@ def _split(name: str, files: list[SourceFile], setting: str, fraction: float, un
 
 
 def read_blocks(document: Document, block_bytes: int = BLOCK_BYTES) -> Iterator[str]:
-    """The text of a document in pieces of at most `block_bytes` bytes that give it back when joined.
-
-    Cuts lie where an ASCII letter or digit is followed by white space: tokenizers that say so (`cuts_at_words`) never join
-    across such a place, so encoding the pieces gives the ids of the whole. Only a word longer than a block is cut inside
-    (between two characters).
-    """
-    assert block_bytes >= 8
-    left = document.stop - document.start
-    rest = b""
+    """The text of a document in pieces of about `block_bytes` bytes that give it back when joined; see `text_cuts`."""
     try:
-        with document.file.path.open("rb") as stream:
-            stream.seek(document.start)
-            while left:
-                data = stream.read(min(block_bytes - len(rest), left))
-                if not data:
-                    raise _changed(document.file)
-                left -= len(data)
-                block = rest + data
-                cut = last_cut(block) if left else len(block)
-                rest = block[cut:]
-                yield block[:cut].decode("utf-8")
-    except OSError as error:
-        raise _unreadable(document.file.path, error) from error
+        with _open(document.file) as read:
+            for start, stop in _pieces(read, document, block_bytes):
+                yield read(start, stop).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _changed(document.file) from error
+        raise changed(document.file.path) from error
 
 
 def cut_document(document: Document, piece_bytes: int) -> list[Document]:
-    """A document as pieces of at most `piece_bytes` bytes, cut at such places as `read_blocks` cuts at."""
-    assert piece_bytes >= 8
-    pieces, start = [], document.start
+    """A document as pieces of about `piece_bytes` bytes, cut at such places as `read_blocks` cuts at."""
+    with _open(document.file) as read:
+        return [Document(document.file, start, stop) for start, stop in _pieces(read, document, piece_bytes)]
+
+
+def _pieces(read: Read, document: Document, piece_bytes: int) -> Iterator[tuple[int, int]]:
+    start = document.start
+    while start < document.stop:
+        stop = piece_end(read, start, document.stop, piece_bytes)
+        yield start, stop
+        start = stop
+
+
+@contextmanager
+def _open(file: SourceFile) -> Iterator[Read]:
+    """Reads stretches of a file; DataError where it cannot be read or ends before one does."""
     try:
-        with document.file.path.open("rb") as stream:
-            while document.stop - start > piece_bytes:
-                low = max(start, start + piece_bytes - BLOCK_BYTES)
-                stream.seek(low)
-                window = stream.read(start + piece_bytes - low)
-                if len(window) < start + piece_bytes - low:
-                    raise _changed(document.file)
-                stop = low + last_cut(window)
-                pieces.append(Document(document.file, start, stop))
-                start = stop
+        with file.path.open("rb") as stream:
+
+            def read(start: int, stop: int) -> bytes:
+                stream.seek(start)
+                data = stream.read(stop - start)
+                if len(data) < stop - start:
+                    raise changed(file.path)
+                return data
+
+            yield read
     except OSError as error:
-        raise _unreadable(document.file.path, error) from error
-    return [*pieces, Document(document.file, start, document.stop)]
-
-
-def check_unchanged(files: Iterable[SourceFile]) -> None:
-    """Raise DataError if a file is not what it was when it was found."""
-    for file in files:
-        try:
-            now = file.path.stat()
-        except OSError as error:
-            raise _unreadable(file.path, error) from error
-        if (now.st_size, now.st_mtime_ns) != (file.size, file.modified_ns):
-            raise _changed(file)
-
-
-def _changed(file: SourceFile) -> DataError:
-    return DataError(Problem(str(file.path), "it changed while it was being read", "start again when nothing writes to it"))
+        raise unreadable(file.path, error) from error
 
 
 def _because(skipped: Counter[str]) -> str:
@@ -189,52 +174,34 @@ def _because(skipped: Counter[str]) -> str:
 
 
 def describe_skipped(skipped: Counter[str]) -> str:
-    """For example `3 files skipped (2 not UTF-8, 1 empty)`."""
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()) if count)
-    return f"{skipped.total()} {'file' if skipped.total() == 1 else 'files'} skipped ({reasons})"
+    """For example `1 file is validation, 3 files skipped (2 not UTF-8, 1 empty)`."""
+    held_out, left_out = (
+        skipped[IS_VALIDATION],
+        {reason: n for reason, n in sorted(skipped.items()) if n and reason != IS_VALIDATION},
+    )
+    parts = [f"{held_out} {'file is' if held_out == 1 else 'files are'} {IS_VALIDATION}"] if held_out else []
+    if left_out:
+        total, reasons = sum(left_out.values()), ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+        parts.append(f"{total} {'file' if total == 1 else 'files'} skipped ({reasons})")
+    return ", ".join(parts)
 
 
 def _text_paths(root: Path, setting: str, skipped: Counter[str]) -> list[Path]:
     cure = f"{setting.partition('=')[0]}=FILE_OR_FOLDER with UTF-8 text"
     try:
         if root.is_dir():
-            return _walk(root, frozenset(), skipped)
+            return walk(root, skipped)
         if root.is_file():
             return [root]
         rule = f"{root} is {'neither a regular file nor a folder' if root.exists() else 'not there'}"
     except OSError as error:
-        raise _unreadable(Path(error.filename or root), error) from error
+        raise unreadable(Path(error.filename or root), error) from error
     raise DataError(Problem(setting, rule, cure))
-
-
-def _walk(root: Path, skipped_folders: frozenset[str], skipped: Counter[str]) -> list[Path]:
-    """Regular files below a folder, in order of their relative paths; hidden ones and links to folders are left out."""
-
-    def fail(error: OSError) -> None:
-        raise _unreadable(Path(error.filename), error)
-
-    found = []
-    for folder, folders, names in os.walk(root, onerror=fail):
-        skipped["hidden"] += sum(name.startswith(".") for name in folders)
-        folders[:] = [name for name in folders if name not in skipped_folders and not name.startswith(".")]
-        for name in names:
-            path = Path(folder, name)
-            if name.startswith("."):
-                skipped["hidden"] += 1
-            elif path.is_file():
-                found.append(path)
-            else:
-                skipped["not a regular file"] += 1
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _is_library_module(path: Path) -> bool:
     # `_sysconfigdata_…` is written when Python is built and holds its paths: one library would differ between machines.
     return path.suffix == ".py" and not path.name.startswith("_sysconfigdata")
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(Problem(str(path), f"it cannot be read: {error.strerror}", "make it readable, or move it away"))
 
 
 def _scan_file(path: Path, skipped: Counter[str], *, alone: bool) -> SourceFile | None:
@@ -251,7 +218,7 @@ def _scan_file(path: Path, skipped: Counter[str], *, alone: bool) -> SourceFile 
                 read += len(block)
             decoder.decode(b"", final=True)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     except UnicodeDecodeError as error:
         reason = f"not UTF-8 (near byte {read + error.start})"
         if alone:
@@ -299,7 +266,7 @@ def _tail_start(file: SourceFile, fraction: float) -> int:
             stream.seek(low)
             window = stream.read(wanted - low + max(reach, 4))
     except OSError as error:
-        raise _unreadable(file.path, error) from error
+        raise unreadable(file.path, error) from error
     middle = wanted - low
     for place in (window.rfind(b"\n", 0, middle), window.find(b"\n", middle)):
         if place >= 0 and low + place + 1 < file.size:
@@ -307,16 +274,3 @@ def _tail_start(file: SourceFile, fraction: float) -> int:
     near = range(max(0, middle - 4), min(len(window), middle + 5))
     begins = [place for place in near if window[place] & 0xC0 != 0x80 and low + place > 0]
     return low + min(begins, key=lambda place: abs(place - middle)) if begins else file.size
-
-
-def last_cut(block: bytes) -> int:
-    """Largest place at which UTF-8 may be cut: after an ASCII letter or digit and before white space, else before its last
-    character."""
-    values = np.frombuffer(block, dtype=np.uint8)
-    letter = values | 0x20
-    word = ((letter >= 0x61) & (letter <= 0x7A)) | ((values >= 0x30) & (values <= 0x39))
-    space = (values == 0x20) | ((values >= 0x09) & (values <= 0x0D))
-    cuts = np.flatnonzero(word[:-1] & space[1:])
-    if cuts.size:
-        return int(cuts[-1]) + 1
-    return int(np.flatnonzero(values & 0xC0 != 0x80)[-1])

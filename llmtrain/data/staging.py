@@ -2,6 +2,8 @@
 
 A lock beside the staging folder keeps a second process waiting until the first has finished, and lets it take over where that one died:
 the system drops the lock with its holder. On a file system without locks both work, on files of equal content.
+
+Only what this program made is ever removed: a staging folder has a name of 32 hexadecimal digits and holds a file that marks it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import time
 import uuid
@@ -19,10 +22,14 @@ from pathlib import Path
 from llmtrain.config.paths import user_path
 
 STAGING = ".staging-"
+MARKER = ".made-by-llmtrain"
+"""Lies in every staging folder, and in nothing else."""
 WAIT_SECONDS = 0.2
 ABANDONED_SECONDS = 14 * 24 * 3600
 """Unfinished work that nobody touched for so long is removed."""
 _BUSY = (errno.EACCES, errno.EAGAIN)
+_NAME = re.compile(re.escape(STAGING) + "[0-9a-f]{32}")
+_LOCK = ".lock"
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -40,22 +47,39 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 @contextmanager
-def locked(staging: Path, status: Callable[[str], None]) -> Iterator[None]:
+def locked(staging: Path, status: Callable[[str], None]) -> Iterator[bool]:
     """A context in which no other process works on a staging folder; waits for one that does.
+
+    Gives whether that is sure: False on a file system without locks.
 
     Raises:
         OSError: the lock file cannot be made.
     """
-    path = staging.with_name(f"{staging.name}.lock")
+    path = staging.with_name(f"{staging.name}{_LOCK}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle = _take(path, status)
+    handle, is_sure = _take(path, status)
     try:
-        yield
+        yield is_sure
     finally:
         # Removed while it is held, so that nobody takes a lock on a file that others cannot see.
         with suppress(OSError):
             path.unlink()
         os.close(handle)
+
+
+def is_staging(path: Path) -> bool:
+    """Whether a path has the name of a staging folder."""
+    return _NAME.fullmatch(path.name) is not None
+
+
+def begin(staging: Path) -> None:
+    """Make a staging folder, or go on in one.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    staging.mkdir(parents=True, exist_ok=True)
+    (staging / MARKER).touch()
 
 
 def publish(staging: Path, folder: Path) -> None:
@@ -74,23 +98,44 @@ def publish(staging: Path, folder: Path) -> None:
     sync_folder(folder.parent)
 
 
+def move_up(staging: Path, folder: Path, last: str) -> None:
+    """Move the files of a finished staging folder into the folder that it lies in; the one that says it is finished comes last.
+
+    Another call goes on where a process was killed in this one.
+
+    Raises:
+        OSError: a file cannot be moved.
+    """
+    sync_folder(staging)
+    for path in sorted(staging.iterdir()):
+        if path.name != last:
+            os.rename(path, folder / path.name)
+    sync_folder(folder)
+    os.rename(staging / last, folder / last)
+    sync_folder(folder)
+    shutil.rmtree(staging, ignore_errors=True)
+
+
 def set_aside(folder: Path) -> None:
     """Take a damaged folder away; another process may have done so already."""
-    aside = folder.with_name(f"{STAGING}{folder.name}-{uuid.uuid4().hex}")
+    aside = folder.with_name(f"{STAGING}{uuid.uuid4().hex}")
     with suppress(FileNotFoundError):
         os.rename(folder, aside)
+        with suppress(OSError):
+            (aside / MARKER).touch()
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def remove_abandoned(parent: Path, keep: Path) -> None:
-    """Remove staging folders that nobody has touched for long, but for `keep`."""
-    for found in parent.glob(f"{STAGING}*"):
+def remove_abandoned(cache: Path, keep: Path) -> None:
+    """Remove staging folders of this program that nobody has touched for long from a cache folder, but for `keep`."""
+    for found in cache.glob(f"{STAGING}*"):
         with suppress(OSError):
-            if (
-                found not in (keep, keep.with_name(f"{keep.name}.lock"))
-                and time.time() - found.stat().st_mtime > ABANDONED_SECONDS
-            ):
-                shutil.rmtree(found) if found.is_dir() else found.unlink()
+            if found == keep or time.time() - found.lstat().st_mtime <= ABANDONED_SECONDS:
+                continue
+            if is_staging(found) and not found.is_symlink() and (found / MARKER).is_file():
+                shutil.rmtree(found)
+            elif found.suffix == _LOCK and is_staging(found.with_suffix("")) and found.is_file() and not found.stat().st_size:
+                _remove_free(found)
 
 
 def sync_folder(folder: Path) -> None:
@@ -110,31 +155,41 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _take(path: Path, status: Callable[[str], None]) -> int:
-    """A descriptor of the lock file at `path`, locked."""
+def _remove_free(lock: Path) -> None:
+    """Remove a lock file that nobody holds."""
+    handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.unlink()
+    finally:
+        os.close(handle)
+
+
+def _take(path: Path, status: Callable[[str], None]) -> tuple[int, bool]:
+    """A descriptor of the lock file at `path`, and whether it is locked."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            _lock(handle, path, status)
+            is_sure = _lock(handle, path, status)
             # Whoever held it before has removed the file; a lock is one only on the file that others will open.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), os.stat(path)):
-                    return handle
+                    return handle, is_sure
         except BaseException:
             os.close(handle)
             raise
         os.close(handle)
 
 
-def _lock(handle: int, path: Path, status: Callable[[str], None]) -> None:
+def _lock(handle: int, path: Path, status: Callable[[str], None]) -> bool:
     began = time.monotonic()
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in _BUSY:
-                return  # no locks on this file system
+                return False  # no locks on this file system
         else:
-            return
+            return True
         status(f"waiting for another process that prepares the same text ({time.monotonic() - began:.0f} s; {path})")
         time.sleep(WAIT_SECONDS)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.config.defaults import DEFAULT_VALIDATION_FRACTION
 from llmtrain.config.errors import ConfigError, DataError, Problem
 from llmtrain.config.paths import user_path
 from llmtrain.config.typed_data import (
@@ -21,7 +20,7 @@ from llmtrain.config.typed_data import (
     TokenFormat,
     TokenizerConfig,
 )
-from llmtrain.data.formats import Prepared, PreparedSplit, is_prepared, open_prepared
+from llmtrain.data.formats import BAD_RECORDS, Prepared, PreparedSplit, is_prepared, open_prepared
 from llmtrain.data.heartbeat import Heartbeat
 from llmtrain.data.packing import TokenStream
 from llmtrain.data.sources import VALIDATION_PATH
@@ -31,8 +30,6 @@ from llmtrain.data.tokenizer import IdTokenizer, Tokenizer, make_tokenizer
 
 MOST_DECODED_TOKENS = 25_000_000
 """A longer validation split is not turned back into text: its bytes stay unknown."""
-DEFAULT_DTYPE = "uint16"
-"""What `data.dtype` is where nobody set it."""
 FREQUENCY_TOKENS = 1 << 20
 """Training tokens whose text gives the byte frequencies to compare with."""
 _BLOCK_TOKENS = 1 << 18
@@ -78,6 +75,8 @@ class Stored:
     """Reason -> count of records that were no documents."""
     skipped: str = ""
     """Files that were left out, in words."""
+    copies: Path | None = None
+    """Copies of the records that were no documents, where they were kept."""
 
     @classmethod
     def of(cls, prepared: Prepared) -> Stored:
@@ -101,6 +100,7 @@ class Stored:
             held_out=held_out,
             text=TextBytes(_byte_counts(train), _byte_counts(validation)),
             bad=prepared.bad,
+            copies=found if (found := prepared.folder / BAD_RECORDS).exists() else None,
         )
 
 
@@ -131,7 +131,7 @@ def open_stored(
 def _open_folder(source: TokenData, folder: Path, config: TokenizerConfig | Tokenizer, beat: Heartbeat) -> Stored:
     _check_settings(source, folder)
     prepared = open_prepared(folder, None, beat.status)
-    _check_tokenizer(prepared, config)
+    prepared = replace(prepared, tokenizer=_checked_tokenizer(prepared, config))
     if source.validation_path is None:
         return Stored.of(prepared)
     setting = f"data.validation_path={source.validation_path}"
@@ -145,23 +145,24 @@ def _open_folder(source: TokenData, folder: Path, config: TokenizerConfig | Toke
 
 def _check_settings(source: TokenData, folder: Path) -> None:
     """Raise ConfigError for settings that a prepared folder has no use for."""
-    if source.validation_fraction != DEFAULT_VALIDATION_FRACTION:
+    if source.validation_fraction is not None:
         rule = f"{folder} was split when it was prepared"
         cure = "leave it out, or data.validation_path=OTHER_FOLDER"
         raise ConfigError(Problem(f"data.validation_fraction={source.validation_fraction:g}", rule, cure))
-    if source.dtype != DEFAULT_DTYPE:
+    if source.dtype is not None:
         raise ConfigError(Problem(f"data.dtype={source.dtype}", f"{folder} says itself how ids are stored", "leave it out"))
 
 
-def _check_tokenizer(prepared: Prepared, config: TokenizerConfig | Tokenizer) -> None:
-    """Raise DataError if the folder was made with another tokenizer than the one that is asked for."""
+def _checked_tokenizer(prepared: Prepared, config: TokenizerConfig | Tokenizer) -> Tokenizer:
+    """The tokenizer that is asked for, which may decode in another way; DataError if its ids are not those of the folder."""
     if isinstance(config, StoredTokenizerConfig):
-        return
+        return prepared.tokenizer
     asked = config if isinstance(config, Tokenizer) else make_tokenizer(config)
     if asked is None or asked.fingerprint != prepared.tokenizer.fingerprint:
         kind = "the tokenizer of the run" if isinstance(config, Tokenizer) else f"tokenizer={config.kind}"
         rule = f"{prepared.folder} was prepared with another one: its ids would stand for other text"
         raise DataError(Problem(kind, rule, "tokenizer=auto takes the one that comes with the folder"))
+    return asked
 
 
 def _open_files(source: TokenData, config: TokenizerConfig | Tokenizer, vocab_size: int | None, beat: Heartbeat) -> Stored:
@@ -199,11 +200,12 @@ def _stream(splits: list[PreparedSplit]) -> TokenStream:
     """The tokens of splits, one after another."""
 
     def offsets() -> NDArray[np.int64]:
-        parts, base = [], 0
+        borders = np.empty(sum(split.documents for split in splits) + 1, np.int64)
+        filled, base = 0, 0
         for split in splits:
-            parts.append(split.offsets()[:-1] + base)
-            base += len(split.tokens)
-        return np.concatenate([*parts, np.array([base], dtype=np.int64)])
+            np.add(split.offsets(), base, out=borders[filled : filled + split.documents + 1])
+            filled, base = filled + split.documents, base + len(split.tokens)
+        return borders
 
     return TokenStream(TokenArray([part for split in splits for part in split.parts]), offsets)
 

@@ -7,8 +7,10 @@ where one is given, so an id that the embedding has no row for is an error that 
 from __future__ import annotations
 
 import errno
+import itertools
 import resource
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from llmtrain.config.errors import DataError, Problem
 
 BLOCK_TOKENS = 1 << 20
 """Tokens that a pass over all of them holds at a time."""
+MANY_MAPS = 32
+_maps = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -157,22 +161,18 @@ class TokenArray:
 def map_file(path: Path, dtype: np.dtype[Any], first_byte: int, count: int) -> NDArray[Any]:
     """`count` values of a file as a read-only memory map.
 
-    A map keeps a file handle, and a folder may hold more files than a process may have handles by default: where they run out
-    the soft limit is raised to the hard one.
+    A map keeps a file handle, and a folder may hold more files than a process may have handles by default: after MANY_MAPS of them the
+    soft limit is raised to the hard one, while there are still handles for everything else that is opened.
 
     Raises:
         DataError: the file cannot be opened, or is too short.
     """
     if not count:
         return np.empty(0, dtype)
+    if next(_maps) >= MANY_MAPS:
+        _raise_handle_limit()
     try:
-        try:
-            return _map(path, dtype, first_byte, count)
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
-            resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-            return _map(path, dtype, first_byte, count)
+        return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=first_byte, shape=(count,)))
     except OSError as error:
         cure = "a higher ulimit -n, or fewer and larger files" if error.errno == errno.EMFILE else ""
         raise DataError(Problem(str(path), f"it cannot be opened: {error.strerror}", cure)) from error
@@ -181,5 +181,8 @@ def map_file(path: Path, dtype: np.dtype[Any], first_byte: int, count: int) -> N
         raise DataError(Problem(str(path), rule)) from error
 
 
-def _map(path: Path, dtype: np.dtype[Any], first_byte: int, count: int) -> NDArray[Any]:
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=first_byte, shape=(count,)))
+def _raise_handle_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -4,7 +4,7 @@ Validation is `data.validation_path`; or, where the files of `data.path` are nam
 `fineweb_train_000001.bin` and `fineweb_val_000000.bin`), those; or the last `validation_fraction` of the tokens, from the document
 border next to it if that makes it at most twice or half as long.
 
-Ids are compared with the vocabulary when files are opened: all of them up to FULL_CHECK_BYTES, evenly spaced stretches beyond. Each
+Ids are compared with the vocabulary when files are opened: all of them up to ALL_IDS_BYTES, evenly spaced stretches beyond. Each
 batch is compared again when it is read, so no wrong id ever reaches the model.
 """
 
@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.config.errors import DataError, Problem
+from llmtrain.config.defaults import DEFAULT_VALIDATION_FRACTION
+from llmtrain.config.errors import ConfigError, DataError, Problem
 from llmtrain.config.paths import user_path
 from llmtrain.config.typed_data import TokenData, TokenFormat
 from llmtrain.data.packing import TokenStream
@@ -31,7 +32,10 @@ from llmtrain.data.token_layouts import TokenFile, open_token_file, tell_format
 from llmtrain.data.token_width import check_width
 
 SUFFIXES = (".bin", ".ds")
-FULL_CHECK_BYTES = 1 << 30
+DEFAULT_DTYPE = "uint16"
+"""Of raw ids where `data.dtype` does not say another."""
+ALL_IDS_BYTES = 1 << 30
+"""Up to this size every id is compared with the vocabulary when files are opened: a second."""
 FINGERPRINT_BLOCKS = 1024
 FINGERPRINT_TOKENS = 4096
 _SIDE = re.compile(r"(?<![a-z])(train|val|test)(?:ing|id|idation)?(?![a-z])")
@@ -75,7 +79,7 @@ def open_token_files(
         progress: gets a line whenever there is news.
 
     Raises:
-        ConfigError: a path names a home folder that is not there.
+        ConfigError: a path names a home folder that is not there, or a setting that these files have no use for.
         DataError: no files, files that are not what their format says, ids that the vocabulary does not have, nothing to split.
     """
     assert source.format is not TokenFormat.PREPARED
@@ -87,8 +91,10 @@ def open_token_files(
         how = "data.validation_path"
     elif (sides := _split_by_name(paths)) is not None:
         (train, held_out), how = sides, "by file names"
+    _check_settings(source, layout, how)
     _check_apart(train, held_out, source)
-    files = {path: open_token_file(path, layout, source.dtype) for path in [*train, *held_out]}
+    dtype = source.dtype or DEFAULT_DTYPE
+    files = {path: open_token_file(path, layout, dtype) for path in [*train, *held_out]}
     _check_alike(list(files.values()), layout, vocab_size)
 
     def stream(paths: Iterable[Path]) -> _Tokens:
@@ -103,7 +109,7 @@ def open_token_files(
     for tokens in dict.fromkeys(tokens for tokens, _, _ in parts):
         _check_ids(tokens.array, progress)
     splits = [_split(*part) for part in parts]
-    kind = f"raw {source.dtype}" if layout is TokenFormat.RAW else layout.value
+    kind = f"raw {dtype}" if layout is TokenFormat.RAW else layout.value
     count = f"{len(files)} files" if len(files) > 1 else "1 file"
     return TokenFiles(
         train=splits[0][0],
@@ -136,6 +142,17 @@ def _format(source: TokenData, paths: dict[str, Path]) -> TokenFormat:
         rule = f"{one.name} looks like {first.value} and {other.name} like {second.value}"
         raise DataError(Problem(f"data.path={source.path}", rule, "a pattern for those of one format, or data.format=FORMAT"))
     return next(iter(told))
+
+
+def _check_settings(source: TokenData, layout: TokenFormat, how: str) -> None:
+    """Raise ConfigError for settings that would change nothing."""
+    if source.dtype is not None and layout is not TokenFormat.RAW:
+        rule = f"files of {layout.value}, which these are, say themselves how ids are stored"
+        raise ConfigError(Problem(f"data.dtype={source.dtype}", rule, "leave it out, or data.format=raw"))
+    if source.validation_fraction is not None and how:
+        rule = f"validation is chosen already: {how}"
+        cure = "leave it out, or data.path=PATTERN for training files alone"
+        raise ConfigError(Problem(f"data.validation_fraction={source.validation_fraction:g}", rule, cure))
 
 
 def _split_by_name(paths: dict[str, Path]) -> tuple[list[Path], list[Path]] | None:
@@ -180,7 +197,7 @@ def _join(files: Sequence[TokenFile], layout: TokenFormat, vocab_size: int, eos_
     array = TokenArray([file.tokens for file in files], vocab_size=vocab_size, origins=origins)
     if all(file.read_borders is not None for file in files):
         indexes = [file.index for file in files if file.index is not None]
-        identity = ("index", *(stamp(path, path.name).ends_sha256 for path in indexes))
+        identity = ("index", *(stamp(path, path.name).sample_sha256 for path in indexes))
         return _Tokens(array, IndexedBorders(lambda: _all_borders(files)), identity)
     # Files with the header of GPT-2 may have ids of any tokenizer; those with that of Llama 3 begin documents with its begin-of-text.
     knows_best = layout is TokenFormat.LLM_C and (eos_id is None or files[0].tokens.dtype.itemsize == 4)
@@ -207,7 +224,7 @@ def _cut(tokens: _Tokens, source: TokenData) -> tuple[int, str]:
     if count < 2:
         rule = f"{count} tokens cannot be split into training and validation"
         raise DataError(Problem(f"data.path={source.path}", rule, "data.validation_path=PATH, or more tokens"))
-    wanted = min(max(1, round(count * source.validation_fraction)), count - 1)
+    wanted = min(max(1, round(count * (source.validation_fraction or DEFAULT_VALIDATION_FRACTION))), count - 1)
     border = tokens.borders.nearest(count - wanted)
     if border is None or not wanted / 2 <= count - border <= 2 * wanted:
         return count - wanted, "the tail held out"
@@ -216,8 +233,8 @@ def _cut(tokens: _Tokens, source: TokenData) -> tuple[int, str]:
 
 def _check_ids(array: TokenArray, progress: Progress) -> None:
     stride = BLOCK_TOKENS
-    if array.num_bytes > FULL_CHECK_BYTES:
-        stride = BLOCK_TOKENS * array.num_bytes // FULL_CHECK_BYTES
+    if array.num_bytes > ALL_IDS_BYTES:
+        stride = BLOCK_TOKENS * array.num_bytes // ALL_IDS_BYTES
     for start in range(0, len(array), stride):
         progress(f"checking token ids: {start / len(array):.0%}")
         array.check(start, min(start + BLOCK_TOKENS, len(array)))

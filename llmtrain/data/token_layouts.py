@@ -16,6 +16,7 @@ datatrove  NAME.ds has the ids; NAME.ds.index uint64 for each document, the numb
 
 from __future__ import annotations
 
+import codecs
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,18 +69,38 @@ class TokenFile:
     """Tokenizer, where the file names it."""
 
 
+_TEXT_BYTES = 1 << 16
+"""Read of a file to see whether it is text."""
+_FEWEST_TEXT_BYTES = 16
+"""Fewer bytes may look like text by chance."""
+
+
 def tell_format(path: Path) -> TokenFormat:
     """The format of a file, by its name and its first bytes.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: it cannot be read, or it is plain text: two letters make an id below 65,536, and a vocabulary of GPT-2's size has it.
     """
     if path.suffix == ".ds":
         return TokenFormat.DATATROVE
     if path.suffix == ".idx" or path.with_suffix(".idx").is_file():
         return TokenFormat.MEGATRON
-    magic = int.from_bytes(_head(path, 4), "little")
-    return TokenFormat.LLM_C if magic in (*LLM_C_KINDS, LLM_C_EVALUATION) else TokenFormat.RAW
+    head = _head(path, _TEXT_BYTES)
+    if int.from_bytes(head[:4], "little") in (*LLM_C_KINDS, LLM_C_EVALUATION):
+        return TokenFormat.LLM_C
+    if _is_text(head):
+        raise DataError(Problem(str(path), "it is text and no token ids", "data=text, data=jsonl, or data.format=raw for ids"))
+    return TokenFormat.RAW
+
+
+def _is_text(head: bytes) -> bool:
+    """Whether the beginning of a file is UTF-8 without control characters, of which ids of two or more bytes are full."""
+    decoder = codecs.getincrementaldecoder("utf-8")("strict")
+    try:
+        text = decoder.decode(head)
+    except UnicodeDecodeError:
+        return False
+    return len(head) >= _FEWEST_TEXT_BYTES and all(letter.isprintable() or letter in "\t\n\r\f" for letter in text)
 
 
 def open_token_file(path: Path, layout: TokenFormat, dtype: str) -> TokenFile:

@@ -1,7 +1,7 @@
 """What every tokenizer offers, and what their modules share.
 
 `encode` never makes a special id, whatever the text says; begin and end of a document are added in one place
-(`data/prepare.py`).
+(`data/framing.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Tokenizer(ABC):
     eos_id: int | None
     """End of a document. None = it has none."""
     cuts_at_words: bool
-    """Whether a text may be cut after an ASCII letter or digit and before ASCII white space without a change of its ids."""
+    """Whether a text may be cut after a letter or an ASCII digit and before ASCII white space without a change of its ids."""
 
     @abstractmethod
     def encode(self, text: str) -> NDArray[np.int64]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -80,9 +83,27 @@ def train_bpe(vocab_size: int, texts: Iterable[str], progress: Callable[[str], N
         special_tokens=[],
         show_progress=False,
     )
-    library.train_from_iterator(_trainable(texts, progress), trainer)
+    with _interruptible():
+        library.train_from_iterator(_trainable(texts, progress), trainer)
     model = json.loads(library.to_str())["model"]
     return BpeTokenizer(sorted(model["vocab"], key=model["vocab"].__getitem__), model["merges"])
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Lets Ctrl-C end the process at once.
+
+    The library does not return to Python while it learns, for a minute or more, and Python would notice the signal only then. Nothing
+    is lost: what is learnt is kept when it is complete.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _trainable(texts: Iterable[str], progress: Callable[[str], None]) -> Iterator[str]:

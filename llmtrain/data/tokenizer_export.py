@@ -39,7 +39,7 @@ def huggingface_files(tokenizer: Tokenizer, *, adds_bos: bool = False) -> dict[s
         return {}
     names = _names(tokenizer, description)
     if adds_bos and tokenizer.bos_id is not None and not isinstance(tokenizer, FileTokenizer):
-        description["post_processor"] = _bos_in_front(names["bos_token"], tokenizer.bos_id)
+        description["post_processor"] = bos_in_front(names["bos_token"], tokenizer.bos_id)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
     files = {"tokenizer.json": _json(description), "tokenizer_config.json": _json(config)}
     if isinstance(tokenizer, SentencePieceTokenizer):
@@ -121,7 +121,8 @@ def _names(tokenizer: Tokenizer, description: Description) -> dict[str, str]:
     return {role: by_id[number] for role, number in roles.items() if number in by_id}
 
 
-def _bos_in_front(name: str, number: int) -> Description:
+def bos_in_front(name: str, number: int) -> Description:
+    """A post-processor of tokenizer.json that puts a special token before every text."""
     mark, text = {"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     second = [{"SpecialToken": {"id": name, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
     special = {name: {"id": name, "ids": [number], "tokens": [name]}}

@@ -14,7 +14,7 @@ Description = dict[str, Any]
 _SAFE_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents"})
 _ORIGINAL_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _KNOWN_SPLITS = frozenset({_ORIGINAL_GPT2, *(pattern.portable_regex or pattern.regex for pattern in PATTERNS.values())})
-_WORD_BEFORE_SPACE = re.compile(r"[A-Za-z0-9][ \t-\r]")
+_WORD_BEFORE_SPACE = re.compile(r"[^\W_][ \t-\r]")
 
 
 def byte_alphabet() -> list[str]:
@@ -126,7 +126,7 @@ def unknown_token(description: Description, vocabulary: Mapping[str, int]) -> in
 
 
 def cuts_at_words(description: Description) -> bool:
-    """Whether a text may be cut after an ASCII letter or digit and before ASCII white space without a change of ids.
+    """Whether a text may be cut after a letter or an ASCII digit and before ASCII white space without a change of ids.
 
     True only where normaliser and pre-tokenizer are known to be so: each step does the same on either side of such a place, and one
     of them always splits there.

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from llmtrain.config.typed_data import RecordData, StdlibData, TextData, TextSource
-from llmtrain.data import records, sources
-from llmtrain.data.records import BadRecord, Unit, find_units, read_unit
-from llmtrain.data.sources import BLOCK_BYTES, VALIDATION_PATH, Document, cut_document, last_cut, read_blocks, scan_source
+from llmtrain.data.paths import FoundFiles, check_unchanged, leave_to_validation
+from llmtrain.data.record_units import SourceStamp, stamp
+from llmtrain.data.records import BadRecord, Unit, cut_units, find_records, read_unit
+from llmtrain.data.sources import IS_VALIDATION, VALIDATION_PATH, Document, cut_document, read_blocks, scan_source
+from llmtrain.data.text_cuts import BLOCK_BYTES, CUTS_VERSION, piece_end
 
 SPLITS = ("train", "validation")
 SMALLEST_UNIT_BYTES = 4 << 20
@@ -57,7 +60,7 @@ class WorkUnit(Protocol):
         ...
 
     def blocks(self, block_bytes: int) -> Iterator[Block | BadRecord]:
-        """Its documents in blocks of at most `block_bytes`, and what is no document.
+        """Its documents in blocks of about `block_bytes`, and what is no document.
 
         Raises:
             DataError: a file cannot be read, or changed since it was found.
@@ -94,33 +97,32 @@ class TextUnit:
 
 @dataclass(frozen=True)
 class RecordUnit:
-    """A stretch of a file of records."""
+    """Stretches of files of records: one of a large file, or several small files."""
 
-    unit: Unit
+    units: tuple[Unit, ...]
     source: RecordData
     split: str | None
     """None = each document is held out or not by the hash of its text."""
 
     @property
     def source_bytes(self) -> int:
-        return self.unit.source_bytes
+        return sum(unit.source_bytes for unit in self.units)
 
     @property
     def place(self) -> str:
-        return self.unit.where
+        return f"{self.units[0].where}{' and others' if len(self.units) > 1 else ''}"
 
     def blocks(self, block_bytes: int) -> Iterator[Block | BadRecord]:
-        for record in read_unit(self.unit, self.source):
+        for record in chain.from_iterable(read_unit(unit, self.source) for unit in self.units):
             if isinstance(record, BadRecord):
                 yield record
                 continue
             data = record.text.encode()
             split = self.split or SPLITS[is_held_out(data, self.source.validation_fraction)]
-            start = 0
-            while len(data) - start > block_bytes:
-                stop = start + last_cut(data[start : start + block_bytes])
+            start, stop = 0, piece_end(lambda low, high: data[low:high], 0, len(data), block_bytes)
+            while stop < len(data):
                 yield Block(split, data[start:stop].decode(), start == 0, ends=False)
-                start = stop
+                start, stop = stop, piece_end(lambda low, high: data[low:high], stop, len(data), block_bytes)
             yield Block(split, data[start:].decode() if start else record.text, start == 0, ends=True)
 
 
@@ -188,9 +190,9 @@ def _find_files(source: StdlibData | TextData, shard_bytes: int) -> Text:
         name=scan.name,
         held_out=scan.held_out,
         skipped=scan.skipped,
-        identity={**identity, "unit_bytes": size},
+        identity={**identity, "unit_bytes": size, "cuts": CUTS_VERSION},
         source_bytes=total,
-        check_unchanged=lambda: sources.check_unchanged(scan.files),
+        check_unchanged=lambda: check_unchanged(scan.files),
         units=units,
     )
 
@@ -212,31 +214,75 @@ def _group(split: str, documents: tuple[Document, ...], size: int, may_cut: bool
 
 
 def _find_records(source: RecordData, shard_bytes: int) -> Text:
-    sides: list[tuple[str | None, str, str]] = [(None, "path", source.path)]
-    if source.validation_path is not None:
-        sides = [(SPLITS[0], "path", source.path), (SPLITS[1], "validation_path", source.validation_path)]
+    sides, num_left_out = _record_files(source)
 
-    def find(size: int) -> list[RecordUnit]:
-        found = [(split, find_units(path, f"data.{key}={path}", source, size)) for split, key, path in sides]
-        return [RecordUnit(unit, source, split) for split, units in found for unit in units]
+    def cut(size: int) -> list[list[Unit]]:
+        return [cut_units(files, f"data.{key}={path}", source, size) for _, key, path, files in sides]
 
-    units = find(shard_bytes)
-    total = sum(unit.source_bytes for unit in units)
+    found = cut(shard_bytes)
+    total = sum(unit.source_bytes for units in found for unit in units)
     size = unit_bytes(total, shard_bytes)
-    units = find(size) if size < shard_bytes else units
-    stamps = dict.fromkeys((unit.split, file) for unit in units for file in unit.unit.files)
+    found = cut(size) if size < shard_bytes else found
+    units = [unit for side, units in zip(sides, found) for unit in _group_records(side.split, units, size, source)]
     identity = {
-        "files": [[split, file.name, file.size, file.modified_ns, file.ends_sha256] for split, file in stamps],
+        "files": [[side.split, file.name, file.size, file.sample_sha256] for side in sides for file in side.files],
         "reading": [source.kind, source.text_field, source.max_document_bytes],
         "validation_fraction": None if source.validation_path else source.validation_fraction,
         "unit_bytes": size,
+        "cuts": CUTS_VERSION,
     }
     return Text(
         name=Path(source.path).name or source.path,
         held_out=VALIDATION_PATH if source.validation_path else "whole documents held out",
-        skipped=Counter(),
+        skipped=Counter({IS_VALIDATION: num_left_out}),
         identity=identity,
         source_bytes=total,
-        check_unchanged=lambda: records.check_unchanged(dict.fromkeys(file for _, file in stamps)),
+        check_unchanged=lambda: check_unchanged(dict.fromkeys(file for side in sides for file in side.files)),
         units=lambda may_cut: list(units),
     )
+
+
+class _Side(NamedTuple):
+    """Files of records for one split."""
+
+    split: str | None
+    """None = documents of both."""
+    key: str
+    path: str
+    files: list[SourceStamp]
+
+
+def _record_files(source: RecordData) -> tuple[list[_Side], int]:
+    """The files of each split, and how many of `data.path` are left out since `data.validation_path` names them too."""
+    setting = f"data.path={source.path}"
+    found = find_records(source.path, setting, source)
+    if source.validation_path is None:
+        return [_Side(None, "path", source.path, _stamped(found, found.paths))], 0
+    if source.validation_path == source.path:
+        # The same on purpose: a text that is scored whole.
+        files = _stamped(found, found.paths)
+        return [_Side(SPLITS[0], "path", source.path, files), _Side(SPLITS[1], "path", source.path, files)], 0
+    held_out = find_records(source.validation_path, f"data.validation_path={source.validation_path}", source)
+    paths = leave_to_validation(found.paths, held_out.paths, setting)
+    sides = [
+        _Side(SPLITS[0], "path", source.path, _stamped(found, paths)),
+        _Side(SPLITS[1], "validation_path", source.validation_path, _stamped(held_out, held_out.paths)),
+    ]
+    return sides, len(found.paths) - len(paths)
+
+
+def _stamped(found: FoundFiles, paths: Sequence[Path]) -> list[SourceStamp]:
+    return [stamp(path, found.name(path)) for path in paths]
+
+
+def _group_records(split: str | None, units: Sequence[Unit], size: int, source: RecordData) -> Iterator[RecordUnit]:
+    """Units in order, small ones together until there are `size` bytes."""
+    held: list[Unit] = []
+    held_bytes = 0
+    for unit in units:
+        if held and held_bytes + unit.source_bytes > size:
+            yield RecordUnit(tuple(held), source, split)
+            held, held_bytes = [], 0
+        held.append(unit)
+        held_bytes += unit.source_bytes
+    yield RecordUnit(tuple(held), source, split)

@@ -63,8 +63,10 @@ class Failed:
 
 def main() -> None:
     """Work until the connection closes; its descriptor is the first argument, its first message says how to work."""
-    # Ctrl-C reaches every process of the terminal; the one that started this one decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches every process of the terminal, a scheduler may signal all of a job: the one that started this one decides what
+    # it means, and when it ends this one does.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     connection: Connection = Connection(int(sys.argv[1]))
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()

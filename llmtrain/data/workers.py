@@ -36,7 +36,7 @@ ONE_THREAD = {
 _COMMAND = "from llmtrain.data.worker import main; main()"
 
 Report = Callable[[int, Progress, bool], None]
-"""Gets the number of a unit, how far it has come, and whether that is its end."""
+"""Gets the number of a unit, how far it has come (also when it begins), and whether that is its end."""
 
 
 def choose_workers(wanted: int | None, source_bytes: int, num_units: int) -> int:
@@ -64,6 +64,7 @@ def make_shards(settings: ShardSettings, units: Sequence[WorkUnit], num_workers:
 
 def _make_here(settings: ShardSettings, index: int, unit: WorkUnit, report: Report) -> dict[str, Any]:
     last = Progress(0, 0)
+    report(index, last, False)
 
     def note(source_bytes: int, tokens: int) -> None:
         nonlocal last
@@ -127,7 +128,7 @@ def _hand_out(workers: list[_Worker], units: Sequence[WorkUnit], report: Report)
     found: dict[int, dict[str, Any]] = {}
     by_connection = {worker.connection: worker for worker in workers}
     for worker in workers:
-        _give(worker, next(waiting, None))
+        _give(worker, next(waiting, None), report)
     while len(found) < len(units):
         for connection in wait([worker.connection for worker in workers if worker.task is not None]):
             worker = by_connection[cast(Connection, connection)]
@@ -140,14 +141,15 @@ def _hand_out(workers: list[_Worker], units: Sequence[WorkUnit], report: Report)
                 continue
             report(task.index, message.progress, True)
             found[task.index] = message.description
-            _give(worker, next(waiting, None))
+            _give(worker, next(waiting, None), report)
     return [found[index] for index in range(len(units))]
 
 
-def _give(worker: _Worker, next_unit: tuple[int, WorkUnit] | None) -> None:
+def _give(worker: _Worker, next_unit: tuple[int, WorkUnit] | None, report: Report) -> None:
     worker.task = None if next_unit is None else Task(*next_unit)
     if worker.task is not None:
         _send(worker, worker.task)
+        report(worker.task.index, Progress(0, 0), False)
 
 
 def _send(worker: _Worker, message: Any) -> None:

@@ -22,6 +22,7 @@ from llmtrain.metrics.sinks import finite_json
 from llmtrain.metrics.throughput import Clock
 
 CARD_LINES = 14
+"""Of a card on a terminal, besides its commands."""
 PLAIN_WIDTH = 120
 SILENCE_SECONDS = 2.5
 """A status that lasts is repeated after this long without a line; nobody should wait for more than three seconds."""
@@ -44,6 +45,8 @@ class Row:
     text: str
     is_command: bool = False
     """The text is a shell command: it is never shortened, and broken so that it can be pasted."""
+    cut_last: bool = False
+    """Where a card grows too long, other rows are shortened before this one."""
 
 
 class Console(Protocol):
@@ -54,7 +57,7 @@ class Console(Protocol):
         ...
 
     def card(self, title: str, rows: Sequence[Row]) -> None:
-        """The facts of a run before its first step, in at most 14 lines."""
+        """The facts of a run before its first step: on a terminal 14 lines at most and what its commands take, elsewhere all of it."""
         ...
 
     def line(self, text: str) -> None:
@@ -112,6 +115,9 @@ def _text_console(stream: TextIO, width: int | None) -> Console:
 class TextConsole(ABC):
     """Lays out cards, blocks, warnings and commands as lines; subclasses show lines, statuses and steps."""
 
+    longest_card: int | None = None
+    """Lines that a card may have besides its commands; None = as many as it takes."""
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._warnings: list[str] = []
@@ -130,7 +136,7 @@ class TextConsole(ABC):
     def close(self) -> None: ...
 
     def card(self, title: str, rows: Sequence[Row]) -> None:
-        first, *others = card_lines(title, rows, self.width)
+        first, *others = card_lines(title, rows, self.width, self.longest_card)
         self._show(first, Tone.STRONG)
         for line in others:
             self._show(line)
@@ -285,29 +291,31 @@ class JsonConsole:
         self._stream.flush()
 
 
-def card_lines(title: str, rows: Sequence[Row], width: int) -> list[str]:
-    """A title and labelled rows as at most `CARD_LINES` lines of at most `width` columns.
+def card_lines(title: str, rows: Sequence[Row], width: int, longest: int | None = CARD_LINES) -> list[str]:
+    """A title and labelled rows as lines of at most `width` columns, at most `longest` of them besides the commands.
 
-    Rows are wrapped; where that makes too many lines, the longest rows end in an ellipsis instead. Commands stay whole, even if the
-    card grows longer or a word of theirs sticks out.
+    Rows are wrapped; where that makes too many lines, the longest rows end in an ellipsis instead, those marked `cut_last` after all
+    others. Commands stay whole and count for nothing, even if a word of theirs sticks out.
     """
-    assert len(rows) < CARD_LINES, "a card has a title and at most 13 rows"
     indent = 2 + max((len(row.label) for row in rows), default=0) + 2
     texts = [_row_lines(row, width - indent) for row in rows]
-    while sum(map(len, texts)) > CARD_LINES - 1:
-        longest = max(
-            (index for index, row in enumerate(rows) if not row.is_command and len(texts[index]) > 1),
-            key=lambda index: len(texts[index]),
-            default=None,
-        )
-        if longest is None:
-            break
-        kept = texts[longest][:-1]
-        texts[longest] = [*kept[:-1], shorten(f"{kept[-1]} {texts[longest][-1]}", width - indent)]
+    if longest is not None:
+        _cut_rows(texts, rows, longest - 1, width - indent)
     lines = [shorten(printable(title), width)]
     for row, pieces in zip(rows, texts, strict=True):
         lines += [f"  {row.label if number == 0 else '':<{indent - 2}}{piece}" for number, piece in enumerate(pieces)]
     return lines
+
+
+def _cut_rows(texts: list[list[str]], rows: Sequence[Row], longest: int, width: int) -> None:
+    """Take the last line from one row after the other until those that are no commands have `longest` lines."""
+    facts = [index for index, row in enumerate(rows) if not row.is_command]
+    assert len(facts) <= longest, f"a card has a title and at most {longest} rows"
+    while sum(len(texts[index]) for index in facts) > longest:
+        cuttable = [index for index in facts if len(texts[index]) > 1]
+        index = max(cuttable, key=lambda index: (not rows[index].cut_last, len(texts[index])))
+        kept = texts[index][:-1]
+        texts[index] = [*kept[:-1], shorten(f"{kept[-1]} {texts[index][-1]}", width)]
 
 
 def _row_lines(row: Row, width: int) -> list[str]:

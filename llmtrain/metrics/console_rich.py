@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from llmtrain.metrics.console import TextConsole, Tone
+from llmtrain.metrics.console import CARD_LINES, TextConsole, Tone
 from llmtrain.metrics.format import format_duration, printable, shorten
 from llmtrain.metrics.meters import StepRecord
 from llmtrain.metrics.progress import TrainingProgress, fit
@@ -31,6 +31,8 @@ class RichConsole(TextConsole):
 
     The display is drawn a few times a second by a thread of rich; telling it about a step only stores the record.
     """
+
+    longest_card = CARD_LINES
 
     def __init__(self, stream: TextIO, width: int | None = None, *, clock: Clock = time.monotonic) -> None:
         super().__init__(clock)

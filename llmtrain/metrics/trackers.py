@@ -73,7 +73,7 @@ class Tracker(ABC):
         return None
 
     def notes(self) -> list[str]:
-        """Lines for the end of the run."""
+        """Commands to type after the run."""
         return []
 
 
@@ -119,7 +119,7 @@ class Trackers:
                 self._on.remove(name)
 
     def notes(self) -> list[str]:
-        """What the trackers have to say at the end of a run, e.g. how to send it later."""
+        """What to type after a run for its trackers, e.g. to send it later."""
         lines = []
         for tracker in self._opened.values():
             with suppress(Exception):

@@ -19,7 +19,7 @@ def generate(
     prompt_ids: Sequence[int],
     settings: GenerateConfig,
     *,
-    eos_id: int | None,
+    eos_ids: frozenset[int],
     vocab_size: int | None = None,
 ) -> Iterator[int]:
     """Continue a prompt.
@@ -30,7 +30,7 @@ def generate(
     Args:
         prompt_ids: at least one token.
         settings: length, temperature (0 = always the likeliest token), top_k, top_p, seed.
-        eos_id: token that ends the text (it is not given out); None = never ends early.
+        eos_ids: tokens that end the text (they are not given out); empty = never ends early.
         vocab_size: size of the tokenizer's vocabulary; rows of a larger, padded embedding are never sampled.
 
     Yields:
@@ -66,7 +66,7 @@ def generate(
             unread = max(1, window // 2)
         scores = _next_scores(model, torch.tensor([history[-unread:]], device=device), cache)  # [V]
         token = sample(scores[:vocab_size], settings, generator)
-        if token == eos_id:
+        if token in eos_ids:
             return
         yield token
         history.append(token)

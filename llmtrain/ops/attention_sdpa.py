@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmtrain.config.errors import ConfigError, Problem
 from llmtrain.ops.attention_masks import AttentionDropout, MaskRequest, hidden_keys
-from llmtrain.plan.attention import AUTO
+from llmtrain.plan.attention import AUTO, repeats_groups
 
 SDPA_KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -56,7 +56,8 @@ def sdpa_attention(
         ConfigError: torch cannot run the named kernel on these tensors; it is never replaced by another.
     """
     num_repeats = query.shape[1] // key.shape[1]
-    if num_repeats > 1 and _takes_no_groups(query, mask, kernel):
+    masked, dtype = mask.scores is not None, "fp32" if query.dtype is torch.float32 else "bf16"
+    if num_repeats > 1 and repeats_groups(device=query.device.type, masked=masked, dtype=dtype, kernel=kernel):
         key, value = (x.repeat_interleave(num_repeats, dim=1) for x in (key, value))  # [B, H, S, C]
     grouped = query.shape[1] != key.shape[1]
     try:
@@ -68,16 +69,6 @@ def sdpa_attention(
         if kernel == AUTO or not str(error).startswith(NO_KERNEL):
             raise
         raise ConfigError(_cannot_run(kernel, query, key, mask)) from error
-
-
-def _takes_no_groups(query: Tensor, mask: SdpaMask, kernel: str) -> bool:
-    """Whether key-value heads have to be repeated by hand.
-
-    Flash takes neither a mask nor fp32 and the memory-efficient kernel no grouped heads, so on CUDA torch would write out all scores.
-    """
-    if kernel == AUTO:
-        return query.is_cuda and (mask.scores is not None or query.dtype is torch.float32)
-    return kernel == "memory_efficient"
 
 
 def _cannot_run(kernel: str, query: Tensor, key: Tensor, mask: SdpaMask) -> Problem:

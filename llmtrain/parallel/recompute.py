@@ -33,7 +33,6 @@ OPERATION_FAMILIES: Mapping[str, frozenset[Any]] = MappingProxyType(
                 aten._scaled_dot_product_efficient_attention.default,
                 aten._scaled_dot_product_cudnn_attention.default,
                 blocked_attention_forward,
-                torch.ops.higher_order.flex_attention,
                 aten.bmm.default,
             }
         ),
@@ -42,7 +41,9 @@ OPERATION_FAMILIES: Mapping[str, frozenset[Any]] = MappingProxyType(
         "activation": frozenset({aten.silu.default, aten.gelu.default}),
     }
 )
-"""Families that `recompute.keep` names → operations whose results are kept. The products of the reference attention are `bmm`."""
+"""Families that `recompute.keep` names → operations whose results are kept. The products of the reference attention are `bmm`.
+
+Not here: the kernels that torch does not see as operations (`Kernel.kept` in plan/attention.py)."""
 
 
 def apply_recompute(model: Transformer, recompute: RecomputeConfig) -> None:

@@ -24,6 +24,7 @@ from llmtrain.config.typed import (
     RecomputeConfig,
     RecomputeKind,
 )
+from llmtrain.plan.attention import AUTO, CPU, repeats_groups
 from llmtrain.plan.precision import BYTES, PrecisionTable
 from llmtrain.plan.shapes import block_shapes
 
@@ -72,7 +73,8 @@ class Workload:
     attention_backend: str
     document_mask: bool
     """Whether a batch comes with document ids, from which a mask is made: every packing but concat."""
-    attention_kernel: str = "auto"
+    attention_kernel: str = AUTO
+    device: str = CPU
 
     @property
     def tokens(self) -> int:
@@ -83,6 +85,17 @@ class Workload:
     def writes_out_scores(self) -> bool:
         """Whether attention holds whole matrices of scores and weights."""
         return self.attention_backend == REFERENCE or self.attention_kernel == "math"
+
+    @property
+    def repeats_groups(self) -> bool:
+        """Whether attention saves keys and values for every query head; one layer with a window speaks for all of them."""
+        heads, dtype = self.model.attention, self.precision.matmul
+        masked = self.document_mask or self.windows != {None}
+        return (
+            self.attention_backend == "sdpa"
+            and heads.num_heads > heads.num_kv_heads
+            and repeats_groups(device=self.device, masked=masked, dtype=dtype, kernel=self.attention_kernel)
+        )
 
     @property
     def windows(self) -> frozenset[int | None]:
@@ -195,13 +208,17 @@ def _projection_rows(work: Workload) -> list[Row]:
         width = vectors * heads.head_dim
         normed, turned = heads.qk_norm and name != "value", rotary and name != "value"
         changed = turned or (normed and precision.rotary != precision.matmul)  # after the projection or its norm
+        repeated = work.repeats_groups and name != "query"
+        taken = fused and not repeated
         # Attention saves what it takes, and a norm its input; a rotation or a cast saves nothing.
-        rows.append(Row(f"{name} projection", width * size, part, normed or (fused and not changed), "matmul"))
+        rows.append(Row(f"{name} projection", width * size, part, normed or (taken and not changed), "matmul"))
         if normed:
             rows.append(Row(f"{name} norm: 1 / root mean square", vectors * BYTES[precision.norm], part, family="norm"))
-            rows.append(Row(f"{name} norm output", width * BYTES[precision.rotary], part, fused and not changed, "norm"))
+            rows.append(Row(f"{name} norm output", width * BYTES[precision.rotary], part, taken and not changed, "norm"))
         if changed:
-            rows.append(Row(f"{name} as attention takes it", width * size, part, saved=fused))
+            rows.append(Row(f"{name} as attention takes it", width * size, part, saved=taken))
+        if repeated:
+            rows.append(Row(f"{name} per query head", work.tokens * heads.num_heads * heads.head_dim * size, part))
     return rows
 
 

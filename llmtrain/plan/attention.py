@@ -8,7 +8,7 @@ or kernel stands in for another. The limits of the CUDA rows are those of torch'
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from llmtrain.plan.plan import Availability
@@ -33,11 +33,15 @@ class Kernel:
     """Whether it can keep documents apart and end at a window."""
     deterministic: bool = True
     """Whether its gradients can be the same bits every time."""
+    kept: bool = True
+    """Whether selective recompute can keep its results: torch has to see its forward as an operation."""
     capability: Capability | None = None
     """Lowest CUDA capability."""
     last_capability: Capability | None = None
     smallest_head_dim: int = 1
     largest_head_dim: int | None = None
+    other_head_dims: tuple[int, ...] = ()
+    """Larger ones that it takes all the same."""
     head_dim_multiple: int = 1
     package: str = ""
     """What has to be installed besides torch."""
@@ -65,6 +69,18 @@ class Backend:
         return tuple(kernel for kernel in self.kernels if kernel.device == device)
 
 
+FLASH_4 = Kernel(
+    "fa4",
+    CUDA,
+    ("bf16",),
+    kept=False,
+    smallest_head_dim=8,
+    largest_head_dim=128,
+    head_dim_multiple=8,
+    package="flash-attn-4",
+)
+"""What all its rows share; generations of devices differ in the rest."""
+
 ATTENTION: Mapping[str, Backend] = MappingProxyType(
     {
         "reference": Backend((Kernel("", CPU), Kernel("", CUDA)), "mask", "mask", dropout=True),
@@ -91,16 +107,9 @@ ATTENTION: Mapping[str, Backend] = MappingProxyType(
         "blocked": Backend((Kernel("", CPU),), "mask, a block at a time", "keys outside are skipped"),
         "flash_attn": Backend(
             (
-                Kernel(
-                    "fa4",
-                    CUDA,
-                    ("bf16",),
-                    capability=(9, 0),
-                    smallest_head_dim=8,
-                    largest_head_dim=128,
-                    head_dim_multiple=8,
-                    package="flash-attn-4",
-                ),
+                replace(FLASH_4, capability=(9, 0), last_capability=(9, 0), largest_head_dim=256),
+                replace(FLASH_4, capability=(10, 0), last_capability=(11, 0), other_head_dims=(256,)),
+                replace(FLASH_4, capability=(12, 0), deterministic=False),
                 Kernel(
                     "fa3",
                     CUDA,
@@ -117,7 +126,10 @@ ATTENTION: Mapping[str, Backend] = MappingProxyType(
             "keys outside are skipped",
         ),
         "flex": Backend(
-            (Kernel("", CPU, trains=False), Kernel("", CUDA, capability=(7, 0), smallest_head_dim=16, largest_head_dim=256)),
+            (
+                Kernel("", CPU, trains=False, kept=False),
+                Kernel("", CUDA, kept=False, capability=(7, 0), smallest_head_dim=16, largest_head_dim=256),
+            ),
             "block mask",
             "block mask",
         ),
@@ -139,6 +151,8 @@ AUTO_ORDER: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """By device the backends that `auto` tries, best first, each with the reason to take it; after them `reference`."""
 
+NOT_KEPT = "selective recompute cannot keep its results, which recompute.keep=[attention] asks for"
+
 
 @dataclass(frozen=True)
 class Use:
@@ -155,6 +169,8 @@ class Use:
     dropout: bool = False
     training: bool = False
     deterministic: bool = False
+    kept: bool = False
+    """Whether the config says that recompute keeps the results (`recompute.keep`)."""
     capability: Capability | None = None
     """Of the CUDA device; None = not known, nothing is refused for it."""
     packages: Collection[str] | None = None
@@ -169,7 +185,7 @@ def refusal(backend: str, kernel: str, use: Use) -> str:
     """Why a backend with a kernel (or `auto`) cannot do what is asked; empty when it can."""
     row = ATTENTION.get(backend)
     if row is None:  # a plugin's: it is given every mask; of its devices the machine knows
-        return "cannot drop attention weights" if use.dropout else ""
+        return "cannot drop attention weights" if use.dropout else NOT_KEPT if use.kept else ""
     here = row.on(use.device)
     if not here:
         return f"runs on {' and '.join(dict.fromkeys(way.device for way in row.kernels))}, not on {use.device}"
@@ -178,14 +194,35 @@ def refusal(backend: str, kernel: str, use: Use) -> str:
     if kernel != AUTO:
         here = tuple(way for way in here if way.name == kernel)
         if not here:
-            known = [way.name for way in row.on(use.device) if way.name]
+            known = list(dict.fromkeys(way.name for way in row.on(use.device) if way.name))
             return f"has no kernel {kernel} on {use.device}" + (f", only {', '.join(known)}" if known else "")
     return _refusal_of_all(here, use)
 
 
 def usable_kernels(backend: str, use: Use) -> tuple[str, ...]:
     """Kernels of a backend that can do what is asked, in the order of the table."""
-    return tuple(way.name for way in ATTENTION[backend].on(use.device) if way.name and not _kernel_refusal(way, use))
+    names = (way.name for way in ATTENTION[backend].on(use.device) if way.name and not _kernel_refusal(way, use))
+    return tuple(dict.fromkeys(names))
+
+
+def keeps_results(backend: str, kernel: str, device: str) -> bool:
+    """Whether selective recompute can keep what a backend computes; of a plugin's, torch may see any operations or none."""
+    if backend not in ATTENTION:
+        return False
+    return all(way.kept for way in ATTENTION[backend].on(device) if kernel in (AUTO, way.name))
+
+
+def repeats_groups(*, device: str, masked: bool, dtype: str, kernel: str) -> bool:
+    """Whether `sdpa` is given key-value heads that were repeated for the query heads of their group.
+
+    On CUDA flash takes neither a mask nor fp32 and the memory-efficient kernel no grouped heads, so torch would write out all scores.
+
+    Args:
+        masked: whether documents or a window hide keys besides those after the query.
+    """
+    if kernel == AUTO:
+        return device == CUDA and (masked or dtype == "fp32")
+    return kernel == "memory_efficient"
 
 
 def availability(device: str, capability: Capability | None, packages: Collection[str] | None) -> dict[str, Availability]:
@@ -204,12 +241,15 @@ def _refusal_of_all(ways: tuple[Kernel, ...], use: Use) -> str:
     """Empty when one of several ways will do, else the reasons, those of installed packages first."""
     installed = tuple(way for way in ways if not use.lacks(way.package))
     if not installed:
-        names = [way.package for way in reversed(ways)]
+        names = [*dict.fromkeys(way.package for way in reversed(ways))]
         missing = names[0] if len(names) == 1 else f"none of {', '.join(names)}"
         return f"{missing} is {'' if len(names) > 1 else 'not '}installed (pip install {names[0]})"
-    reasons = {way.name: _kernel_refusal(way, use) for way in installed}
-    if "" in reasons.values():
-        return ""
+    reasons: dict[str, str] = {}
+    for way in sorted(installed, key=lambda way: not _is_for(way, use.capability)):
+        reason = _kernel_refusal(way, use)
+        if not reason:
+            return ""
+        reasons.setdefault(way.name, reason)
     if len(set(reasons.values())) == 1:
         return next(iter(reasons.values()))
     return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
@@ -219,6 +259,7 @@ def _kernel_refusal(way: Kernel, use: Use) -> str:
     asked = (("document packing", use.documents), ("model.attention.window", use.windows))
     needs = " and ".join(words for words, wanted in asked if wanted and not way.masks)
     multiple, largest = way.head_dim_multiple, way.largest_head_dim
+    others = "".join(f" or {dim}" for dim in way.other_head_dims)
     checks = {
         f"{way.package} is not installed (pip install {way.package})": use.lacks(way.package),
         f"computes in {' and '.join(way.dtypes)}, not in {use.dtype}": use.dtype not in way.dtypes,
@@ -230,15 +271,22 @@ def _kernel_refusal(way: Kernel, use: Use) -> str:
         f"is made for CUDA capability {_dotted(way.last_capability)}, this device has {_dotted(use.capability)}": _below(
             way.last_capability, use.capability
         ),
-        f"heads have {largest} channels at most, here {use.head_dim}": largest is not None and use.head_dim > largest,
+        f"heads have {largest} channels at most{others}, here {use.head_dim}": largest is not None
+        and use.head_dim > largest
+        and use.head_dim not in way.other_head_dims,
         f"heads have {way.smallest_head_dim} channels at least, here {use.head_dim}": use.head_dim < way.smallest_head_dim,
         f"channels of a head are a multiple of {multiple}, here {use.head_dim}": use.head_dim % multiple != 0,
         f"takes no mask, so it is not for {needs}": bool(needs),
         "its gradients are not the same bits every time, which train.deterministic=true needs": use.training
         and use.deterministic
         and not way.deterministic,
+        NOT_KEPT: use.kept and not way.kept,
     }
     return next((reason for reason, holds in checks.items() if holds), "")
+
+
+def _is_for(way: Kernel, capability: Capability | None) -> bool:
+    return not (_below(capability, way.capability) or _below(way.last_capability, capability))
 
 
 def _below(first: Capability | None, second: Capability | None) -> bool:

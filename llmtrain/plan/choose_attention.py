@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from llmtrain.config.errors import PlanError, Problem
-from llmtrain.config.typed import Config
+from llmtrain.config.typed import Config, RecomputeConfig
 from llmtrain.config.typed_data import Packing
-from llmtrain.plan.attention import ATTENTION, AUTO, AUTO_ORDER, Use, refusal, usable_kernels
+from llmtrain.plan.attention import ATTENTION, AUTO, AUTO_ORDER, Use, keeps_results, refusal, usable_kernels
 from llmtrain.plan.plan import Choice, Machine
 from llmtrain.plan.precision import PRECISION_TABLES
 
-BACKEND, KERNEL = "attention.backend", "attention.kernel"
+BACKEND, KERNEL, KEEP = "attention.backend", "attention.kernel", "recompute.keep"
 
 
 def settle_attention(config: Config, precision_name: str, machine: Machine, *, training: bool) -> tuple[str, str, list[Choice]]:
@@ -41,6 +43,19 @@ def settle_attention(config: Config, precision_name: str, machine: Machine, *, t
     return chosen.value, kernel, [Choice(BACKEND, chosen.value, chosen.reason + aside), *choices]
 
 
+def settle_keep(recompute: RecomputeConfig, backend: str, kernel: str, device: str) -> tuple[RecomputeConfig, list[Choice]]:
+    """What recompute keeps with a settled backend: results of attention only where torch sees them.
+
+    A run that asks for them by name does not come here with a backend that cannot: `settle_attention` has refused it.
+    """
+    if "attention" not in recompute.keep or keeps_results(backend, kernel, device):
+        return replace(recompute, keep_is_default=False), []
+    keep = tuple(family for family in recompute.keep if family != "attention")
+    name = backend if kernel == AUTO else f"{backend} {kernel}"
+    choice = Choice(KEEP, ", ".join(keep), f"without attention: selective recompute cannot keep the results of {name}")
+    return RecomputeConfig(recompute.kind, keep), [choice]
+
+
 def attention_use(config: Config, precision_name: str, machine: Machine, *, training: bool) -> Use:
     """What the run asks of attention."""
     return Use(
@@ -52,6 +67,7 @@ def attention_use(config: Config, precision_name: str, machine: Machine, *, trai
         dropout=config.model.dropout.attention > 0,
         training=training,
         deterministic=config.train.deterministic,
+        kept=training and "attention" in config.recompute.keep and not config.recompute.keep_is_default,
         capability=machine.capability,
         packages=machine.packages,
     )
@@ -93,4 +109,6 @@ def _refused(backend: str, kernel: str, reason: str, use: Use, machine: Machine)
         kernels.append(f"{KERNEL}={AUTO}")
     known = [name for name in (*AUTO_ORDER[use.device], *ATTENTION) if f"{BACKEND}={name}" in machine.options]
     others = [name for name in dict.fromkeys(known) if not (_unknown(name, machine) or refusal(name, AUTO, use))]
-    return Problem(what, f"not available on {machine.device_name}: {reason}", " or ".join(kernels or others))
+    able = use.kept and not refusal(backend, kernel, replace(use, kept=False))
+    keep = [f"{KEEP}=[matmul]"] if able else []
+    return Problem(what, f"not available on {machine.device_name}: {reason}", " or ".join([*(kernels or others), *keep]))

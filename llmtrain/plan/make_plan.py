@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from llmtrain.config.typed_data import BpeTokenizerConfig, ByteTokenizerConfig, 
 from llmtrain.plan.activations import REFERENCE, Workload
 from llmtrain.plan.attention import ATTENTION
 from llmtrain.plan.batch import MEMORY_SHARE, largest_micro_batch, settle_batch
-from llmtrain.plan.choose_attention import settle_attention
+from llmtrain.plan.choose_attention import settle_attention, settle_keep
 from llmtrain.plan.degrees import settle_degrees
 from llmtrain.plan.flops import flops_per_token
 from llmtrain.plan.memory import forecast_memory
@@ -31,6 +32,8 @@ from llmtrain.plan.report import format_bytes
 from llmtrain.plan.shapes import num_parameters, tied_parameters
 
 Choices = list[Choice]
+PIP_COMMAND = re.compile(r"pip install [\w-]+")
+"""How the reason of an option whose package is missing ends."""
 
 
 def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None, training: bool = True) -> Plan:
@@ -45,13 +48,15 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None
     Raises:
         PlanError: degrees, batch, memory, schedule, vocabulary or a named option do not fit; says what would.
     """
-    for key, value in _chosen_options(config):
-        _require_available(key, value, machine)
+    missing = [problem for key, value in _chosen_options(config) for problem in _unavailable(key, value, machine)]
+    if missing:
+        raise PlanError(*missing)
     model, vocab_choices = _settle_vocab(config, vocab_size)
     precision_name, precision_choices = _settle_precision(config.precision, machine)
     backend, kernel, attention_choices = settle_attention(config, precision_name, machine, training=training)
     degrees, degree_choices = settle_degrees(config.parallelism, machine)
-    workload = _one_sequence(config, model, precision_name, backend, kernel)
+    recompute, recompute_choices = settle_keep(config.recompute, backend, kernel, machine.device)
+    workload = replace(_one_sequence(config, model, precision_name, backend, kernel, machine.device), recompute=recompute)
     batch, batch_choices = settle_batch(
         config.accumulation, config.data.sequence_length, degrees.data_ranks, _micro_batch_finder(workload, machine)
     )
@@ -73,7 +78,7 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None
         attention_backend=backend,
         attention_kernel=kernel,
         loss=config.loss,
-        recompute=config.recompute,
+        recompute=recompute,
         num_parameters=num_parameters(model),
         flops_per_token=flops_per_token(model, batch.sequence_length, causal=True),
         flops_per_token_full_attention=flops_per_token(model, batch.sequence_length, causal=False),
@@ -84,6 +89,7 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None
             *device_choices,
             *precision_choices,
             *attention_choices,
+            *recompute_choices,
             *batch_choices,
             *thread_choices,
             *degree_choices,
@@ -107,7 +113,7 @@ def _chosen_options(config: Config) -> Iterator[tuple[str, str]]:
         yield "tracker", "tensorboard"
 
 
-def _one_sequence(config: Config, model: ModelConfig, precision_name: str, backend: str, kernel: str) -> Workload:
+def _one_sequence(config: Config, model: ModelConfig, precision_name: str, backend: str, kernel: str, device: str) -> Workload:
     """The work of one sequence at a time; the batch is what is settled next."""
     return Workload(
         model=model,
@@ -120,6 +126,7 @@ def _one_sequence(config: Config, model: ModelConfig, precision_name: str, backe
         # What a plugin keeps is not known: it may be whole matrices of scores, as with `reference`.
         attention_backend=backend if backend in ATTENTION else REFERENCE,
         attention_kernel=kernel,
+        device=device,
         document_mask=config.data.packing is not Packing.CONCAT,
     )
 
@@ -199,23 +206,25 @@ def _settle_vocab(config: Config, prepared: int | None) -> tuple[ModelConfig, Ch
 
 def _settle_precision(asked: str, machine: Machine) -> tuple[str, Choices]:
     if asked != "auto":
-        _require_available("precision", asked, machine)
+        if refused := _unavailable("precision", asked, machine):
+            raise PlanError(*refused)
         return asked, []
     if machine.bf16_native:
         return "bf16", [Choice("precision", "bf16", f"this {machine.device} multiplies bf16 natively")]
     return "fp32", [Choice("precision", "fp32", f"this {machine.device} does not multiply bf16 natively")]
 
 
-def _require_available(key: str, value: str, machine: Machine) -> None:
-    """Refuse a named option that the machine is known not to have; it is never replaced by another one."""
+def _unavailable(key: str, value: str, machine: Machine) -> list[Problem]:
+    """What is wrong with a named option that the machine is known not to have; it is never replaced by another one."""
     entry = machine.options.get(f"{key}={value}")
     if entry is None or entry.available:
-        return
-    known = {
-        name.removeprefix(f"{key}="): other.available for name, other in machine.options.items() if name.startswith(f"{key}=")
-    }
-    cure = " or ".join(name for name, available in known.items() if available)
-    raise PlanError(Problem(f"{key}={value}", f"not available on {machine.device_name}: {entry.reason}", cure))
+        return []
+    command = PIP_COMMAND.search(entry.reason)
+    if command is not None:
+        return [Problem(f"{key}={value}", entry.reason, command[0])]
+    others = [name.removeprefix(f"{key}=") for name, other in machine.options.items() if other.available]
+    known = [name for name in others if f"{key}={name}" in machine.options]
+    return [Problem(f"{key}={value}", f"not available on {machine.device_name}: {entry.reason}", " or ".join(known))]
 
 
 def _settle_threads(config: Config, machine: Machine) -> tuple[int, Choices]:

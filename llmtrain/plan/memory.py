@@ -165,7 +165,8 @@ def _attention_gradients(work: Workload) -> int:
         # The gradient that comes out of dropout has the place of the dropped weights, which are gone.
         weights = max(2 * pairs * size, dropout_scratch(work.model.dropout.attention, pairs, size))
         return stream + weights + 2 * queries * size
-    operands = 2 * (queries + n * heads.num_kv_heads * heads.head_dim) * BYTES[precision.matmul]
+    num_kv_heads = heads.num_heads if work.repeats_groups else heads.num_kv_heads
+    operands = 2 * (queries + n * num_kv_heads * heads.head_dim) * BYTES[precision.matmul]
     return stream + operands + _scores_in_blocks(work, FUSED_ATTENTION[work.attention_backend])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import shlex
 import time
@@ -15,6 +17,7 @@ import torch
 from llmtrain.checkpoint.store import CheckpointStore, Loaded
 from llmtrain.config.compose import Composed
 from llmtrain.config.errors import DataError, ExitCode, LlmtrainError, Problem, StorageError, exit_code_of
+from llmtrain.config.keys import path_keys
 from llmtrain.config.paths import user_path
 from llmtrain.config.plugins import makers
 from llmtrain.data.corpus import Corpus, build_corpus
@@ -30,21 +33,21 @@ from llmtrain.ops.dtypes import DTYPES
 from llmtrain.plan.make_plan import check_memory, make_plan
 from llmtrain.plan.plan import Machine, Plan
 from llmtrain.train.assemble import build_engine
-from llmtrain.train.card import card_rows, done_lines, next_commands, sample_text
+from llmtrain.train.card import card_rows, done_lines, next_commands, sample_text, text_facts
 from llmtrain.train.engine_native import NativeEngine
-from llmtrain.train.initial import initial_weights, run_tokenizer
+from llmtrain.train.initial import check_tokenizer, initial_weights, overridden, run_tokenizer
 from llmtrain.train.machine import detect_machine
 from llmtrain.train.memory_errors import explained_memory_errors
+from llmtrain.train.origin import copy_origin, end_ids, forget_origin
 from llmtrain.train.reporter import Reporter
-from llmtrain.train.run_folder import Opening, RunFolder, Start, describe_environment, resolve_run_folder
-from llmtrain.train.signals import StopSignals
+from llmtrain.train.run_folder import Opening, RunFolder, Start, describe_environment, existing_run_folder, resolve_run_folder
+from llmtrain.train.signals import StopSignals, stop_signals_raise
 from llmtrain.train.state import TrainState
 from llmtrain.train.trainer import Outcome, Trainer
 
+SMALLEST_VOCABULARY = 2
 DEFAULT_MODEL = "tiny"
 """The option whose values are the defaults of the schema; a run without any is called after it."""
-KEPT_PATHS = ("data.path", "data.validation_path", "data.cache_dir", "tokenizer.path", "model.init_from")
-"""Keys whose files a run may read again."""
 LEDGER_UPDATES = 2
 """Updates of each start whose memory is measured."""
 
@@ -61,15 +64,20 @@ def train(composed: Composed, console: Console) -> ExitCode:
     config = composed.config
     console.status("looking at the machine")
     machine = detect_machine(config.launch)
+    # What cannot run with the smallest vocabulary is refused before hours of preparation tell the right one.
+    check_memory(make_plan(config, machine, vocab_size=config.model.vocab_size or SMALLEST_VOCABULARY), machine)
     folder = _folder(composed)
-    corpus = build_corpus(
-        config.data,
-        run_tokenizer(config.tokenizer, folder),
-        seed=config.run.seed,
-        vocab_size=config.model.vocab_size,
-        progress=console.status,
-        prepare=config.prepare,
-    )
+    with stop_signals_raise():
+        corpus = build_corpus(
+            config.data,
+            run_tokenizer(config.tokenizer, folder),
+            seed=config.run.seed,
+            vocab_size=config.model.vocab_size,
+            progress=console.status,
+            prepare=config.prepare,
+        )
+    if corpus.warning:
+        console.warn(corpus.warning)
     plan = make_plan(config, machine, vocab_size=corpus.tokenizer.vocab_size)
     check_memory(plan, machine)
     configure_process(threads=plan.threads, deterministic=config.train.deterministic)
@@ -79,10 +87,10 @@ def train(composed: Composed, console: Console) -> ExitCode:
         opening = folder.decide(wire, plan, origins=composed.origins)
         if opening.start is Start.FINISHED:
             console.line(opening.message)
-            console.next(next_commands(config, folder.path))
+            console.next(next_commands(config, folder.path, corpus.tokenizer))
             console.document({"run": str(folder.path), "code": int(ExitCode.DONE), "message": opening.message})
             return ExitCode.DONE
-        environment = describe_environment(plan.device, machine.device_name, plan.threads)
+        environment = describe_environment(plan.device, machine.device_name, plan.threads) | text_facts(corpus)
         with StopSignals() as stop:
             folder.record_start(wire, composed.words, plan, environment, opening)
             run = _Run(composed, console, machine, corpus, plan, folder, opening, stop)
@@ -127,6 +135,7 @@ class _Run:
         self._stop = stop
         self._store = CheckpointStore(folder.checkpoints, composed.config.checkpoint.keep)
         self._ledger = StorageLedger(torch.device(plan.device), LEDGER_UPDATES)
+        self._tracker_notes: list[str] = []
         self._began = time.monotonic()
 
     def fit(self) -> _Trained:
@@ -174,11 +183,18 @@ class _Run:
         return TrainState.from_dict(loaded.state["train"])
 
     def _begin_with_saved_weights(self, engine: NativeEngine) -> None:
+        forget_origin(self._folder)
         if self._config.init_from is not None:
             self._console.status(f"loading the weights of {self._config.init_from}")
-            initial = initial_weights(user_path(self._config.init_from, f"model.init_from={self._config.init_from}"))
+            source = existing_run_folder(user_path(self._config.init_from, f"model.init_from={self._config.init_from}"))
+            initial = initial_weights(source.path)
+            keep_going = self._composed.wire["run"]["on_change"] == "continue"
+            check_tokenizer(initial, self._corpus.tokenizer, keep_going=keep_going, warn=self._console.warn)
             engine.load_weights(initial.tensors)
+            copy_origin(source, self._folder)
             self._console.line(f"begins with the weights of {self._config.init_from} at step {initial.step}")
+            for change in overridden(source.read_config() or {}, self._composed.wire):
+                self._console.line(f"  changed  {change}")
 
     def _show_card(self, peak: PeakFlops) -> None:
         config, path = self._config, self._folder.path
@@ -200,10 +216,12 @@ class _Run:
         )
         try:
             yield trackers
-        finally:
+        except BaseException:
             trackers.finish()
-            for note in trackers.notes():
-                self._console.line(note)
+            self._console.next(trackers.notes())
+            raise
+        trackers.finish()
+        self._tracker_notes = trackers.notes()
 
     def _build_reporter(self, sink: JsonlSink, trackers: Trackers, peak: PeakFlops) -> Reporter:
         return Reporter(
@@ -248,14 +266,14 @@ class _Run:
             document |= {"val_loss": val_loss, "bits_per_byte": self._corpus.bits_per_byte(val_loss)}
         if trained.code is ExitCode.REQUEUE:
             console.block("stopped", lines, Tone.BAD)
-            console.next([self._resume_command()])
+            console.next([self._resume_command(), *self._tracker_notes])
         else:
             console.block("done", lines, Tone.GOOD)
-            text = sample_text(trained.engine.model, self._corpus, self._config)
+            text = sample_text(trained.engine.model, self._corpus, self._config, end_ids(self._folder, self._corpus.tokenizer))
             if text is not None:
                 console.block("sample", text.splitlines() or [""])
                 document["sample"] = text
-            console.next(next_commands(self._config, path))
+            console.next([*next_commands(self._config, path, self._corpus.tokenizer), *self._tracker_notes])
         console.document(document)
         return trained.code
 
@@ -276,12 +294,13 @@ def _folder(composed: Composed) -> RunFolder:
 
 def with_absolute_paths(wire: Mapping[str, Any]) -> dict[str, Any]:
     """The config to keep: what it reads is found again from any folder."""
-    sections = {section: dict(wire[section]) for section in ("data", "tokenizer", "model")}
-    for key in KEPT_PATHS:
-        section, name = key.split(".")
-        if value := sections[section][name]:
-            sections[section][name] = str(user_path(value, f"{key}={value}").absolute())
-    return {**wire, **sections}
+    kept = copy.deepcopy(dict(wire))
+    for key in path_keys():
+        *sections, name = key.split(".")
+        section: Any = functools.reduce(lambda inner, part: inner.get(part, {}), sections, kept)  # a plugin may not be used
+        if value := section.get(name):
+            section[name] = str(user_path(value, f"{key}={value}").absolute())
+    return kept
 
 
 def _check_data(loaded: Loaded, corpus: Corpus) -> None:

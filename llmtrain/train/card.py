@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 
 from llmtrain.config.plugins import installed
-from llmtrain.config.typed import Config, RecomputeKind
+from llmtrain.config.typed import Config, LinearScaling, Llama3Scaling, RecomputeKind, RopeScaling
 from llmtrain.config.typed_data import Packing, StdlibData, SyntheticData
 from llmtrain.data.corpus import Corpus
+from llmtrain.data.tokenizer import IdTokenizer, Tokenizer
 from llmtrain.metrics.console import Row
 from llmtrain.metrics.format import format_count, format_duration, format_flops, format_lr
 from llmtrain.metrics.throughput import PeakFlops
 from llmtrain.model.generate import generate
 from llmtrain.model.transformer import Transformer
+from llmtrain.plan.attention import AUTO
 from llmtrain.plan.plan import Machine, MemoryForecast, Plan
 from llmtrain.plan.report import format_bytes
 from llmtrain.train.state import TrainState
@@ -21,18 +24,21 @@ from llmtrain.train.state import TrainState
 CATEGORIES = ("params", "grads", "optimizer", "activations", "loss", "other")
 ROW_KEYS = ("launch.device", "launch.threads", "model.vocab_size", "schedule.warmup_steps", "parallelism.dp_replicate")
 """Choices whose row of the card already shows them."""
+ATTENTION_KEYS = ("attention.backend", "attention.kernel")
 
 
 def card_rows(config: Config, plan: Plan, machine: Machine, corpus: Corpus, peak: PeakFlops, resume: str) -> list[Row]:
     """The run card: device, model, data, batch, schedule, every choice of `auto`, the forecast, and how to resume."""
-    chosen = [f"{choice.key} {choice.value} (auto: {choice.reason})" for choice in plan.choices if choice.key not in ROW_KEYS]
+    shown = (*ROW_KEYS, *ATTENTION_KEYS)
+    chosen = [f"{choice.key} {choice.value} (auto: {choice.reason})" for choice in plan.choices if choice.key not in shown]
     rows = [
         Row("device", _device(plan, machine, peak)),
         Row("model", _model(plan)),
         Row("data", f"{corpus.summary}{_borders(config)}"),
         Row("batch", _batch(plan)),
         Row("schedule", _schedule(plan)),
-        *([Row("chosen", " · ".join(chosen))] if chosen else []),
+        Row("attention", _attention(plan), cut_last=True),
+        *([Row("chosen", " · ".join(chosen), cut_last=True)] if chosen else []),
         *([Row("recompute", _recompute(plan))] if plan.recompute.kind is not RecomputeKind.NONE else []),
         *([Row("plugins", _plugins(config))] if config.plugins else []),
         Row("forecast", f"peak {format_bytes(plan.forecast.total)}: {_categories(plan.forecast)}"),
@@ -65,7 +71,7 @@ def done_lines(
     first = [f"{state.step} of {plan.steps} steps in {format_duration(seconds)}", f"{format_count(tokens_per_second)} tokens/s"]
     if val_loss is not None:
         first.append(_validation(val_loss, corpus))
-    second = [f"{_plural(state.skipped, 'batch', 'es')} skipped" if state.skipped else "nothing skipped"]
+    second = [f"{_plural(state.skipped, 'batch', 'es')} skipped" if state.skipped else "no batch skipped"]
     if measured_peak_bytes is not None:
         off = round(100 * (measured_peak_bytes / plan.forecast.total - 1))
         second.insert(
@@ -75,7 +81,7 @@ def done_lines(
     return [" · ".join(first), " · ".join(second)]
 
 
-def sample_text(model: Transformer, corpus: Corpus, config: Config) -> str | None:
+def sample_text(model: Transformer, corpus: Corpus, config: Config, eos_ids: frozenset[int]) -> str | None:
     """A text the trained model makes from nothing; None for data that is no text or has no token to begin with."""
     if isinstance(config.data.source, SyntheticData):
         return None
@@ -84,17 +90,24 @@ def sample_text(model: Transformer, corpus: Corpus, config: Config) -> str | Non
     first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
     if first is None:
         return None
-    ids = generate(model, [first], settings, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size)
+    ids = generate(model, [first], settings, eos_ids=eos_ids, vocab_size=tokenizer.vocab_size)
     return tokenizer.decode(list(ids))
 
 
-def next_commands(config: Config, folder: Path) -> list[str]:
-    """What one would type after a run."""
+def next_commands(config: Config, folder: Path, tokenizer: Tokenizer) -> list[str]:
+    """What one would type after a run; a run on plain ids is prompted with numbers."""
     commands = [["llmtrain", "evaluate", str(folder)]]
     if not isinstance(config.data.source, SyntheticData):
         prompt = "import " if isinstance(config.data.source, StdlibData) else "The "
+        if isinstance(tokenizer, IdTokenizer):
+            prompt = " ".join(map(str, range(1, min(4, tokenizer.vocab_size)))) or "0"
         commands.insert(0, ["llmtrain", "generate", str(folder), f"generate.prompt={prompt}"])
     return [shlex.join(command) for command in commands]
+
+
+def text_facts(corpus: Corpus) -> dict[str, float]:
+    """What environment.json keeps of the text, so that the losses of runs with different tokenizers can be compared."""
+    return {} if math.isnan(corpus.bytes_per_token) else {"bytes_per_token": corpus.bytes_per_token}
 
 
 def _validation(loss: float, corpus: Corpus) -> str:
@@ -124,10 +137,38 @@ def _model(plan: Plan) -> str:
         f"{format_count(plan.num_parameters)} parameters",
         f"{model.num_layers} layers × {model.dim}",
         heads,
-        f"{model.norm} norm, {model.position}, {model.feed_forward.kind}",
+        *_windows(model.attention.windows),
+        f"{model.norm} norm, {model.position}{_rope_scaling(model.rope_scaling)}, {model.feed_forward.kind}",
         f"vocabulary {model.vocab_size:,}",
     )
     return " · ".join(parts)
+
+
+def _windows(windows: tuple[int | None, ...]) -> list[str]:
+    """`window 16`, or with the letters of `model.attention.window_pattern`: `window 16 SL`; empty where all layers see all keys."""
+    sizes = {window for window in windows if window is not None}
+    if not sizes:
+        return []
+    pattern = "".join("L" if window is None else "S" for window in windows)
+    return [f"window {', '.join(f'{size:,}' for size in sorted(sizes))}{f' {pattern}' if 'L' in pattern else ''}"]
+
+
+def _rope_scaling(scaling: RopeScaling | None) -> str:
+    """`, yarn × 4 from 4,096`: the rule, how much longer texts may be, and than what."""
+    if scaling is None:
+        return ""
+    if isinstance(scaling, LinearScaling):
+        return f", linear × {scaling.factor:g}"
+    kind = "llama3" if isinstance(scaling, Llama3Scaling) else "yarn"
+    return f", {kind} × {scaling.factor:g} from {scaling.original_max_positions:,}"
+
+
+def _attention(plan: Plan) -> str:
+    """Backend and, where it is settled, kernel, each with the reason if `auto` chose it."""
+    reasons = {choice.key: f" (auto: {choice.reason})" for choice in plan.choices}
+    values = dict(zip(ATTENTION_KEYS, (plan.attention_backend, plan.attention_kernel), strict=True))
+    named = {key: value for key, value in values.items() if key == ATTENTION_KEYS[0] or value != AUTO}
+    return " · ".join(f"{value}{reasons.get(key, '')}" for key, value in named.items())
 
 
 def _borders(config: Config) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from llmtrain.checkpoint.files import Files, storage_error
-from llmtrain.checkpoint.hf_config import HfModel, read_config, write_config
+from llmtrain.checkpoint.hf_config import HfModel, in_their_words, read_config, write_config
 from llmtrain.checkpoint.hf_families import TOKEN_KEYS, family_of
 from llmtrain.checkpoint.hf_weights import read_weights, write_weights
 from llmtrain.checkpoint.staging import refuse_existing, staged_folder
@@ -20,15 +20,24 @@ from llmtrain.config import schema
 from llmtrain.config.compose import config_from_wire
 from llmtrain.config.errors import ConfigError, ExitCode, Problem, StorageError
 from llmtrain.config.typed import AccumulationConfig, ConvertConfig, LaunchConfig, ModelConfig
+from llmtrain.config.typed_data import DataConfig, SyntheticData, TokenData
 from llmtrain.data.tokenizer import Tokenizer, load_tokenizer
 from llmtrain.data.tokenizer_export import huggingface_files
 from llmtrain.plan.make_plan import make_plan
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.shapes import num_parameters, parameter_shapes
 from llmtrain.train.engine_native import MODEL_PREFIX
-from llmtrain.train.foreign_tokenizer import FOLDER, ForeignTokenizer, read_foreign_tokenizer, write_files
+from llmtrain.train.foreign_tokenizer import (
+    FOLDER,
+    ForeignTokenizer,
+    adds_bos,
+    read_foreign_tokenizer,
+    with_bos,
+    write_files,
+)
 from llmtrain.train.initial import model_tensors
 from llmtrain.train.machine import detect_machine
+from llmtrain.train.origin import origin_of
 from llmtrain.train.run_folder import Opening, RunFolder, Start, describe_environment, existing_run_folder
 from llmtrain.train.state import TrainState
 
@@ -52,12 +61,14 @@ def import_folder(source: Path, target: Path, progress: Progress, files: Files =
     refuse_existing(target)
     document = _read_json(source, CONFIG)
     model = read_config(document, str(source / CONFIG))
-    eos_id = document.get("eos_token_id")
-    tokenizer = read_foreign_tokenizer(
-        source, vocab_size=model.section["vocab_size"], eos_id=eos_id if isinstance(eos_id, int) else None
-    )
+    rows = model.section["vocab_size"]
+    tokenizer = read_foreign_tokenizer(source, vocab_size=rows, eos_id=_first_end(document, rows))
     wire = _wire(model, tokenizer, target)
-    plan = _plan(wire, tokenizer.tokenizer)
+    try:
+        plan = _plan(wire, tokenizer.tokenizer)
+    except ConfigError as error:
+        told = [in_their_words(problem, model.family, str(source / CONFIG)) for problem in error.problems]
+        raise ConfigError(*told) from error
     progress("reading the weights")
     weights = read_weights(source, plan.model, model.family)
     progress("writing the run folder")
@@ -97,6 +108,13 @@ def _keep_for_an_export(folder: RunFolder, source: Path, model: HfModel, tokeniz
             "tokenizer_files": list(tokenizer.files),
         }
     )
+
+
+def _first_end(document: Mapping[str, Any], vocab_size: int) -> int | None:
+    """The token that ends a text in a folder without tokenizer: the first one named that the vocabulary has."""
+    named = document.get("eos_token_id")
+    ids = named if isinstance(named, list) else [named]
+    return next((one for one in ids if isinstance(one, int) and not isinstance(one, bool) and 0 <= one < vocab_size), None)
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -190,7 +208,7 @@ def export_run(run: Path, target: Path, convert: ConvertConfig, progress: Progre
     model = replace(model, vocab_size=model.vocab_size or tokenizer.vocab_size)
     wanted = {name: torch.empty(shape, device="meta") for name, shape in parameter_shapes(model).items()}
     match_tensors(wanted, weights, "weights", cure="the config.yaml that the run was trained with")
-    origin = _origin(folder, family.model_type, tokenizer, config.data.bos)
+    origin = _origin(folder, family.model_type, tokenizer, config.data)
     document = write_config(model, dtype=convert.dtype, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id, kept=origin.config)
     progress("writing the Hugging Face folder")
     with staged_folder(target, files) as staging:
@@ -221,40 +239,29 @@ def _load(folder: RunFolder, step: int | None) -> Loaded:
     return store.load(step, prefix=MODEL_PREFIX)
 
 
-def _origin(folder: RunFolder, model_type: str, tokenizer: Tokenizer, bos: bool | None) -> _Origin:
+def _origin(folder: RunFolder, model_type: str, tokenizer: Tokenizer, data: DataConfig) -> _Origin:
     """What to give back: of the imported folder that the run is, or began with, as far as model and tokenizer are still its own.
 
     Args:
-        bos: whether texts begin with a mark in this run (`data.bos`); None = auto.
+        data: of the run; whether its texts begin with a mark is what the exported tokenizer has to do.
     """
-    adds_bos = tokenizer.bos_id not in (None, tokenizer.eos_id) if bos is None else bos
-    imported = _imported_ancestor(folder)
+    adds = tokenizer.bos_id not in (None, tokenizer.eos_id) if data.bos is None else data.bos
+    imported = origin_of(folder)
     document = None if imported is None else imported.read_imported()
     if imported is None or document is None or document["model_type"] != model_type:
-        return _Origin({}, None, dict(huggingface_files(tokenizer, adds_bos=adds_bos)))
+        return _Origin({}, None, dict(huggingface_files(tokenizer, adds_bos=adds)))
     if document["tokenizer_fingerprint"] != tokenizer.fingerprint:
         config = {key: value for key, value in document["config"].items() if key not in TOKEN_KEYS}
-        return _Origin(config, None, dict(huggingface_files(tokenizer, adds_bos=adds_bos)))
+        return _Origin(config, None, dict(huggingface_files(tokenizer, adds_bos=adds)))
     try:
         kept = {name: imported.files.read(imported.path / FOLDER / name) for name in document["tokenizer_files"]}
     except OSError as error:
         raise storage_error(imported.files, error, "read the tokenizer of", imported.path) from error
+    # Token files have their marks or not, whatever data.bos says.
+    is_text = not isinstance(data.source, TokenData | SyntheticData)
+    if kept and is_text and adds_bos(kept, tokenizer) != adds:
+        kept = with_bos(kept, tokenizer, adds)
     return _Origin(document["config"], document["generation_config"], kept)
-
-
-def _imported_ancestor(folder: RunFolder) -> RunFolder | None:
-    """The imported folder at the end of `model.init_from`; None where there is none, or none any more."""
-    seen: set[Path] = set()
-    while folder.path not in seen:
-        seen.add(folder.path)
-        if folder.read_imported() is not None:
-            return folder
-        wire = folder.read_config()
-        before = None if wire is None else wire["model"].get("init_from")
-        if before is None:
-            return None
-        folder = RunFolder(Path(before), folder.files)
-    return None
 
 
 def _json(document: Mapping[str, Any]) -> bytes:

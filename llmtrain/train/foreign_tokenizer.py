@@ -11,7 +11,7 @@ from typing import Any
 from llmtrain.checkpoint.files import Files, storage_error, write_file
 from llmtrain.config.errors import DataError, Problem
 from llmtrain.data.tokenizer import FileTokenizer, IdTokenizer, Tokenizer
-from llmtrain.data.tokenizer_export import tokenizer_of_folder
+from llmtrain.data.tokenizer_export import bos_in_front, tokenizer_of_folder
 
 FOLDER = "tokenizer"
 """Where a run folder has them."""
@@ -76,10 +76,11 @@ def read_foreign_tokenizer(folder: Path, *, vocab_size: int, eos_id: int | None)
             Problem(f"the tokenizer of {folder} has {tokenizer.vocab_size:,} tokens", rule, "the model's own tokenizer")
         )
     files = {name: _read(folder / name) for name in FILES if (folder / name).is_file()}
-    return ForeignTokenizer(tokenizer, files, _adds_bos(files, tokenizer))
+    return ForeignTokenizer(tokenizer, files, adds_bos(files, tokenizer))
 
 
-def _adds_bos(files: Mapping[str, bytes], tokenizer: Tokenizer) -> bool:
+def adds_bos(files: Mapping[str, bytes], tokenizer: Tokenizer) -> bool:
+    """Whether the library puts a begin-of-text token before every text, with these files of `tokenizer`."""
     if tokenizer.bos_id is None:
         return False
     if "tokenizer.json" in files:
@@ -90,6 +91,41 @@ def _adds_bos(files: Mapping[str, bytes], tokenizer: Tokenizer) -> bool:
     settings = json.loads(files.get("tokenizer_config.json", b"{}"))
     # A SentencePiece model of the library does it unless it is told not to.
     return bool(settings.get("add_bos_token", "tokenizer.model" in files))
+
+
+def with_bos(files: Mapping[str, bytes], tokenizer: Tokenizer, adds: bool) -> dict[str, bytes]:
+    """The files of a tokenizer, changed so that they do, or do not, put the begin-of-text token before every text."""
+    changed = dict(files)
+    if "tokenizer.json" in files and isinstance(tokenizer, FileTokenizer):
+        description = json.loads(files["tokenizer.json"])
+        name, bos_id = next((name, number) for name, number in tokenizer.special.items() if number == tokenizer.bos_id)
+        before = description.get("post_processor")
+        description["post_processor"] = _with(before, name, bos_id) if adds else _without(before, name)
+        changed["tokenizer.json"] = json.dumps(description, ensure_ascii=False, indent=2).encode()
+    settings = json.loads(files.get("tokenizer_config.json", b"{}"))
+    changed["tokenizer_config.json"] = json.dumps({**settings, "add_bos_token": adds}, ensure_ascii=False, indent=2).encode()
+    return changed
+
+
+def _with(processor: Any, name: str, number: int) -> Any:
+    """A post-processor that puts the special token `name` in front, after whatever it does already."""
+    front = bos_in_front(name, number)
+    return front if processor is None else {"type": "Sequence", "processors": [processor, front]}
+
+
+def _without(processor: Any, name: str) -> Any:
+    """A post-processor that never puts the special token `name` anywhere; None where it can do nothing else."""
+    if processor is None or processor["type"] == "ByteLevel":
+        return processor
+    if processor["type"] == "Sequence":
+        left = [_without(one, name) for one in processor["processors"]]
+        return {**processor, "processors": [one for one in left if one is not None]}
+    if processor["type"] != "TemplateProcessing":
+        return None
+    pieces = {
+        side: [one for one in processor[side] if one.get("SpecialToken", {}).get("id") != name] for side in ("single", "pair")
+    }
+    return {**processor, **pieces}
 
 
 def _read(path: Path) -> bytes:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from llmtrain.data.loader import Batch
+from llmtrain.metrics.format import format_duration
 from llmtrain.metrics.memory import Ledger
+from llmtrain.metrics.throughput import Clock
 from llmtrain.model.transformer import Transformer
 from llmtrain.ops.cross_entropy import LossFunction
 from llmtrain.ops.random import DropoutKey
@@ -51,13 +54,35 @@ class PlainForwardBackward:
 
 @torch.no_grad()
 def evaluate_batches(
-    model: Transformer, loss: LossFunction, batches: Iterable[Batch], device: torch.device
+    model: Transformer,
+    loss: LossFunction,
+    batches: Iterable[Batch],
+    device: torch.device,
+    progress: Callable[[int], None] | None = None,
 ) -> EvaluationResult:
-    """Sum of all losses / number of all targets, summed in fp64 so that the batch size does not show; the model is in eval mode."""
-    total, num_targets = 0.0, 0
+    """Sum of all losses / number of all targets, summed in fp64 so that the batch size does not show; the model is in eval mode.
+
+    Args:
+        progress: told after each batch how many rows are done.
+    """
+    total, num_targets, num_rows = 0.0, 0, 0
     for batch in batches:
         num_targets += batch.num_targets
         batch = batch.to(device)
         hidden = model(batch.tokens, batch.positions, batch.document_ids)  # [B, T, D]
         total += loss(hidden.flatten(0, 1), model.head_weight, batch.targets.flatten()).item()
+        num_rows += len(batch.tokens)
+        if progress is not None:
+            progress(num_rows)
     return EvaluationResult(loss=total / max(num_targets, 1), num_targets=num_targets)
+
+
+def rows_told(show: Callable[[str], None], num_rows: int, clock: Clock = time.monotonic) -> Callable[[int], None]:
+    """A `progress` for `evaluate_batches` over `num_rows` rows that shows how far it is and, from now on, how long it will take."""
+    began = clock()
+
+    def tell(done: int) -> None:
+        left = (clock() - began) / done * (num_rows - done)
+        show(f"scoring the validation text: {done:,} of {num_rows:,} rows, {format_duration(left)} left")
+
+    return tell

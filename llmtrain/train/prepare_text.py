@@ -8,18 +8,18 @@ from typing import Any
 from llmtrain.config.compose import Composed
 from llmtrain.config.errors import ConfigError, ExitCode, Problem
 from llmtrain.config.typed_data import DataSource, SyntheticData, TokenData
-from llmtrain.data.formats import Prepared
+from llmtrain.data.formats import BAD_RECORDS, Prepared
 from llmtrain.data.heartbeat import Heartbeat
 from llmtrain.data.prepare import Preparation, find_preparation, prepare
-from llmtrain.data.shards import describe_bad
+from llmtrain.data.shards import describe_bad, first_places
 from llmtrain.data.sources import describe_skipped
 from llmtrain.metrics.console import Console, Row
 from llmtrain.metrics.format import format_count
 from llmtrain.plan.report import format_bytes
+from llmtrain.train.signals import stop_signals_raise
 
 NOT_FOR_TRAINING = ("prepare.workers=", "prepare.path=", "output=")
 """Words that training would not read, or that change nothing in it."""
-SHOWN_PLACES = 3
 
 
 def prepare_text(composed: Composed, console: Console) -> ExitCode:
@@ -29,10 +29,11 @@ def prepare_text(composed: Composed, console: Console) -> ExitCode:
         ConfigError: the data is no text.
         DataError: text or tokenizer at fault.
         StorageError: the folder cannot be written, or holds something else.
+        StoppedError: SIGTERM, SIGUSR1 or SIGHUP came.
     """
     config = composed.config
     _refuse_what_is_no_text(config.data.source)
-    with Heartbeat(console.status, say=console.line) as beat:
+    with stop_signals_raise(), Heartbeat(console.status, say=console.line) as beat:
         job = find_preparation(config.data, config.tokenizer, config.prepare, beat)
         prepared = prepare(job, beat)
     if not prepared.is_new:
@@ -77,8 +78,9 @@ def _rows(job: Preparation, prepared: Prepared) -> list[Row]:
     if job.text.skipped.total():
         rows.append(Row("skipped", describe_skipped(job.text.skipped)))
     if prepared.bad:
-        places = [place for facts in prepared.bad.values() for place in facts["places"]][:SHOWN_PLACES]
-        rows.append(Row("bad", f"{describe_bad(prepared.bad)}, for example {', '.join(places)}"))
+        copies = prepared.folder / BAD_RECORDS
+        kept = f"; copies in {copies}" if copies.exists() else ""
+        rows.append(Row("bad", f"{describe_bad(prepared.bad)}, for example {first_places(prepared.bad)}{kept}"))
     return rows
 
 

@@ -4,6 +4,7 @@
     plan.json         what was settled              environment.json  versions, platform, device
     status.json       {code, step, reason}          metrics.jsonl, checkpoints/
     imported.json     only where weights came from elsewhere and nothing was trained
+    origin/           that file and what belongs to it, in a run that began with such weights
 
 Every small file carries `format_version` and is replaced as a whole. Only the holder of `lock()` writes.
 """

@@ -15,9 +15,17 @@ from llmtrain.checkpoint.store import CheckpointStore
 from llmtrain.config.compose import Composed, config_from_wire
 from llmtrain.config.errors import ConfigError, DataError, Problem
 from llmtrain.config.typed import AccumulationConfig, Config, LaunchConfig, PositionKind
-from llmtrain.config.typed_data import DataConfig, RecordData, RunTokenizerConfig, SyntheticData, TextData, TokenData
-from llmtrain.data.corpus import build_corpus
-from llmtrain.data.tokenizer import Tokenizer, load_tokenizer
+from llmtrain.config.typed_data import (
+    DataConfig,
+    LearntTokenizerConfig,
+    RecordData,
+    StoredTokenizerConfig,
+    SyntheticData,
+    TextData,
+    TokenData,
+)
+from llmtrain.data.corpus import Corpus, build_corpus
+from llmtrain.data.tokenizer import IdTokenizer, Tokenizer, load_tokenizer
 from llmtrain.dist.runtime import configure_process
 from llmtrain.model.generate import generate
 from llmtrain.model.transformer import Transformer
@@ -26,10 +34,11 @@ from llmtrain.plan.make_plan import make_plan
 from llmtrain.plan.plan import Plan
 from llmtrain.train.assemble import build_model
 from llmtrain.train.engine_native import MODEL_PREFIX, copy_tensors
-from llmtrain.train.forward_backward import evaluate_batches
+from llmtrain.train.forward_backward import evaluate_batches, rows_told
 from llmtrain.train.initial import model_tensors
 from llmtrain.train.machine import detect_machine
 from llmtrain.train.memory_errors import explained_memory_errors
+from llmtrain.train.origin import end_ids
 from llmtrain.train.run_folder import existing_run_folder
 
 LARGEST_EXPONENT = math.log(sys.float_info.max)
@@ -44,6 +53,8 @@ class SavedRun:
     plan: Plan
     model: Transformer
     tokenizer: Tokenizer
+    eos_ids: frozenset[int]
+    """Tokens that end a text."""
     step: int
     data_fingerprint: str
     """Of what it was trained on; empty for an imported model."""
@@ -81,7 +92,16 @@ def load_run(path: Path, launch: LaunchConfig, step: int | None = None) -> Saved
     model = build_model(plan, seed=config.run.seed)
     own = {name: parameter.detach() for name, parameter in model.named_parameters()}
     copy_tensors(model_tensors(loaded.tensors), own, "weights")
-    return SavedRun(config, plan, model.eval(), tokenizer, loaded.step, loaded.state["data_fingerprint"], loaded.skipped)
+    return SavedRun(
+        config=config,
+        plan=plan,
+        model=model.eval(),
+        tokenizer=tokenizer,
+        eos_ids=end_ids(folder, tokenizer),
+        step=loaded.step,
+        data_fingerprint=loaded.state["data_fingerprint"],
+        skipped=loaded.skipped,
+    )
 
 
 def evaluate_run(path: Path, composed: Composed, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -98,26 +118,31 @@ def evaluate_run(path: Path, composed: Composed, progress: Callable[[str], None]
     progress("loading the checkpoint")
     run = load_run(path, config.launch, config.evaluate.step)
     own_text, data = data_to_score(run, composed)
+    # What was learnt from the text is found in the cache by the config; the checkpoint has every other tokenizer, whatever became of
+    # the file it was read from.
+    learnt = isinstance(run.config.tokenizer, LearntTokenizerConfig | StoredTokenizerConfig)
+    tokenizer = run.config.tokenizer if own_text and learnt else run.tokenizer
     corpus = build_corpus(
         data,
-        run.tokenizer if not own_text or isinstance(run.config.tokenizer, RunTokenizerConfig) else run.config.tokenizer,
+        tokenizer,
         seed=run.config.run.seed,
         vocab_size=run.config.model.vocab_size,
         progress=progress,
-        prepare=config.prepare,
+        prepare=replace(run.config.prepare, path=None, workers=config.prepare.workers) if own_text else config.prepare,
     )
     if own_text and run.data_fingerprint not in ("", corpus.fingerprint):
         rule = "its validation text, tokenizer or packing is not what the run was trained with, so the loss would mean nothing"
         raise DataError(Problem(f"the data of {path} has changed", rule, "the text the run was started with"))
     progress("scoring the validation text")
     batches = corpus.validation.batches(config.evaluate.batch_size, config.evaluate.tokens)
+    told = rows_told(progress, corpus.validation.num_scored_rows(config.evaluate.tokens))
     score = build_score(run.plan.loss, run.plan.precision)
     with explained_memory_errors(run.plan, cures=(f"evaluate.batch_size={max(1, config.evaluate.batch_size // 2)}",)):
-        result = evaluate_batches(run.model, score, batches, torch.device(run.plan.device))
+        result = evaluate_batches(run.model, score, batches, torch.device(run.plan.device), told)
     document = {
         "run": str(path),
         "step": run.step,
-        "data": corpus.summary,
+        "data": _what_is_scored(data, corpus),
         "loss": result.loss,
         "perplexity": math.exp(result.loss) if result.loss < LARGEST_EXPONENT else math.inf,
         "targets": result.num_targets,
@@ -128,6 +153,12 @@ def evaluate_run(path: Path, composed: Composed, progress: Callable[[str], None]
     if corpus.byte_frequency_bits is not None:
         document["byte_frequency_bits_per_byte"] = corpus.byte_frequency_bits
     return document
+
+
+def _what_is_scored(data: DataConfig, corpus: Corpus) -> str:
+    source = data.source
+    whole = isinstance(source, TextData | RecordData | TokenData) and source.validation_path == source.path
+    return f"all of {source.path}" if whole else corpus.summary
 
 
 def data_to_score(run: SavedRun, composed: Composed) -> tuple[bool, DataConfig]:
@@ -168,20 +199,22 @@ def generate_text(path: Path, config: Config) -> Iterator[str]:
     """
     settings = config.generate
     run = load_run(path, config.launch, settings.step)
-    if isinstance(run.config.data.source, SyntheticData):
+    if isinstance(run.config.data.source, SyntheticData) and run.data_fingerprint:
         raise ConfigError(Problem(f"{path} was trained on synthetic tokens", "there is no text to generate", "a run on text"))
     tokenizer = run.tokenizer
     prompt = prompt_ids(tokenizer, settings.prompt, bos=run.config.data.bos)
+    # Numbers are kept apart, from those of the prompt too.
+    gap = " " if isinstance(tokenizer, IdTokenizer) and settings.prompt[-1:].strip() else ""
     ids: list[int] = []
     shown = ""
-    for token in generate(run.model, prompt, settings, eos_id=tokenizer.eos_id, vocab_size=tokenizer.vocab_size):
+    for token in generate(run.model, prompt, settings, eos_ids=run.eos_ids, vocab_size=tokenizer.vocab_size):
         ids.append(token)
         # A character may need several tokens: what ends in a replacement character is held back until it is complete.
-        text = tokenizer.decode(ids)
+        text = gap + tokenizer.decode(ids)
         if not text.endswith("\N{REPLACEMENT CHARACTER}") and text.startswith(shown):
             yield text[len(shown) :]
             shown = text
-    yield tokenizer.decode(ids)[len(shown) :]
+    yield (gap + tokenizer.decode(ids))[len(shown) :] if ids else ""
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str, *, bos: bool | None) -> list[int]:

@@ -64,7 +64,10 @@ MISTAKES = [
     (["accumulation.micro_batch_size=5"], ["micro_batch_size=5", "16 sequences", "micro_batch_size=4", "global_batch_size=15"]),
     (["accumulation.global_batch_tokens=1000"], ["tokens=1000", "divisible by data.sequence_length = 256", "768", "1024"]),
     (["model.attention.num_heads=3"], ["model.dim=128", "divisible by model.attention.num_heads = 3", "126", "num_heads=4"]),
-    (["model.dropout.attention=0.1"], ["model.dropout.attention=0.1", "only attention=reference", "attention=reference"]),
+    (
+        ["model.dropout.attention=0.1", "attention=sdpa"],
+        ["model.dropout.attention=0.1", "only attention=reference", "attention=reference"],
+    ),
     (["model.vocab_size=100"], ["model.vocab_size=100", "258 tokens of tokenizer=byte", "model.vocab_size=258 or auto"]),
     (["data=synthetic", "tokenizer=bpe"], ["tokenizer=bpe", "turns text into tokens", "tokenizer=byte or data=stdlib"]),
     (["data=jsonl"], ["data=jsonl", "needs the file or folder", "data.path="]),

@@ -25,6 +25,7 @@ from llmtrain.config.keys import leaves, sections
 from llmtrain.config.sweep import expand_sweep
 from llmtrain.config.typed import AdamWConfig, PluginLoss, PluginOptimizer
 from llmtrain.config.typed_data import PluginData
+from llmtrain.train.build import with_absolute_paths
 from llmtrain.train.run_changes import Effect, find_changes
 
 TEMPERED = ("attention=tempered", "attention.tempered.temperature=2")
@@ -215,6 +216,10 @@ BROKEN = {
         "@dataclass\nclass Options:\n    x: int = key(1, 'x', kinds=('a',))\nplugin = make(options=Options)",
         "x: kinds, later and built are for the keys of llmtrain itself",
     ),
+    "path": (
+        "@dataclass\nclass Options:\n    x: int = key(1, 'x', path=True)\nplugin = make(options=Options)",
+        "x: path is for text, not for a whole number",
+    ),
     "enabled": (
         "@dataclass\nclass Options:\n    enabled: bool = key(True, 'x')\nplugin = make(group='tracker', options=Options)",
         "`enabled` is added by llmtrain",
@@ -280,6 +285,40 @@ plugin = make(options=Options)
         assert (options.mode, options.inner.depth) == ("y", 5)
         with pytest.raises(ConfigError, match="a whole number >= 1"):
             compose_config(["attention=mine", f"{prefix}.inner.depth=0"])
+
+
+def test_a_path_of_a_plugin_is_kept_whole(tmp_path: Path, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+@dataclass
+class Inner:
+    table: str | None = key(None, "another file to read", path=True)
+@dataclass
+class Options:
+    file: str = key("", "a file to read", path=True)
+    word: str = key("x", "no file")
+    inner: Inner = field(default_factory=Inner)
+plugin = make(options=Options)
+"""
+    code = f"from __future__ import annotations\nfrom dataclasses import field\n{HEAD}{code}"
+    install(tmp_path, "with-files", "1", {"mine": "with_files:plugin"}, {"with_files.py": code})
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with on_the_path(tmp_path):
+        words = [
+            "attention.mine.file=a.txt",
+            "attention.mine.word=b",
+            "attention.mine.inner.table=~/t",
+            "data.path=c",
+            "data=text",
+        ]
+        wire = compose_config(["attention=mine", *words]).wire
+        kept = with_absolute_paths(wire)
+        own = {"file": str(tmp_path / "a.txt"), "word": "b", "inner": {"table": str(tmp_path / "home" / "t")}}
+        assert kept["attention"]["mine"] == own and kept["data"]["path"] == str(tmp_path / "c")
+        assert wire["attention"]["mine"]["file"] == "a.txt", "what was typed stays as it was"
+        assert with_absolute_paths(compose_config(["attention=mine"]).wire)["attention"]["mine"]["file"] == ""
+        assert with_absolute_paths(compose_config([]).wire) == compose_config([]).wire
+        assert "attention.mine.file=' '" in refusal("attention=mine", "attention.mine.file=' '")
 
 
 def test_a_plugin_may_have_no_options(tmp_path: Path) -> None:

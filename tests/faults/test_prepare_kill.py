@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,11 @@ def expected(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return found
 
 
-def start(text: Path, cache: Path) -> subprocess.Popen[bytes]:
-    """`llmtrain prepare` with two processes and a vocabulary to learn, in a process group of its own."""
+def start(text: Path, cache: Path, verb: str = "prepare", more_words: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """A verb that prepares, with two processes and a vocabulary to learn, in a process group of its own."""
     words = ["data=jsonl", f"data.path={text}", f"data.cache_dir={cache}", "data.on_bad=quarantine"]
     words += ["tokenizer=bpe", "tokenizer.vocab_size=300", "prepare.workers=2", "prepare.shard_bytes=8192"]
-    command = [sys.executable, "-m", "llmtrain", "prepare", *words]
+    command = [sys.executable, "-m", "llmtrain", verb, *words, *more_words]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
 
 
@@ -87,15 +88,38 @@ def test_killed_preparations_end_in_the_same_folder(text: Path, expected: dict[s
     assert content(cache) == expected
 
 
+def stop(process: subprocess.Popen[bytes], cache: Path, number: signal.Signals, to_all: bool) -> str:
+    """Send a signal when a few shards are finished; what is said on standard error."""
+    while process.poll() is None and len(list(cache.glob(".staging-*/shard-*.json"))) < 3:
+        time.sleep(0.002)
+    (os.killpg if to_all else os.kill)(process.pid, number)
+    _, errors = process.communicate(timeout=60)
+    assert len(list(cache.glob(".staging-*/shard-*.json"))) >= 3
+    return errors.decode()
+
+
 def test_ctrl_c_keeps_what_is_finished(text: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
     """130, quietly; all processes of the terminal get the signal, as Ctrl-C does it."""
     cache = tmp_path / "stopped"
     process = start(text, cache)
-    while process.poll() is None and len(list(cache.glob(".staging-*/shard-*.json"))) < 3:
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and errors.decode().strip() == "interrupted"
-    assert len(list(cache.glob(".staging-*/shard-*.json"))) >= 3
+    assert stop(process, cache, signal.SIGINT, to_all=True).strip() == "interrupted" and process.returncode == 130
+    finish(text, cache)
+    assert content(cache) == expected
+
+
+@pytest.mark.parametrize("verb", ["prepare", "train"])
+@pytest.mark.parametrize(
+    ("number", "to_all"), [(signal.SIGTERM, True), (signal.SIGTERM, False), (signal.SIGUSR1, True), (signal.SIGHUP, False)]
+)
+def test_b55_a_scheduler_that_ends_the_job_may_start_it_again(
+    text: Path, expected: dict[str, bytes], tmp_path: Path, verb: str, number: signal.Signals, to_all: bool
+) -> None:
+    """75 and a message, while `prepare` or the preparation of a training is at work; the next start goes on."""
+    cache = tmp_path / "stopped"
+    words = [f"run.dir={tmp_path / 'runs'}", "train.steps=1"] if verb == "train" else []
+    process = start(text, cache, verb, words)
+    errors = stop(process, cache, number, to_all)
+    assert process.returncode == 75 and "Traceback" not in errors
+    assert f"stopped by {number.name} while text was prepared" in errors and "the same command goes on" in errors
     finish(text, cache)
     assert content(cache) == expected

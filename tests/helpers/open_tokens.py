@@ -14,7 +14,7 @@ from llmtrain.data.token_files import TokenFiles, open_token_files
 
 
 def source(path: Path | str, **changes: Any) -> TokenData:
-    fields = {"validation_path": None, "validation_fraction": 0.1, "format": TokenFormat.AUTO, "dtype": "uint16"}
+    fields = {"validation_path": None, "validation_fraction": None, "format": TokenFormat.AUTO, "dtype": None}
     return TokenData(path=str(path), **{**fields, **changes})
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.config.typed_data import OnBad, RecordData
-from llmtrain.data.records import BadReason, BadRecord, Document, Unit, find_units, read_unit
+from llmtrain.data.record_places import PlaceTeller
+from llmtrain.data.record_units import stamp
+from llmtrain.data.records import BadReason, BadRecord, Document, Unit, cut_units, find_records, read_unit
 
 
 def source(path: Path | str, **changes: Any) -> RecordData:
@@ -26,7 +28,9 @@ def source(path: Path | str, **changes: Any) -> RecordData:
 
 
 def units_of(path: Path | str, shard_bytes: int = 2**26, **changes: Any) -> list[Unit]:
-    return find_units(str(path), f"data.path={path}", source(path, **changes), shard_bytes)
+    setting, reading = f"data.path={path}", source(path, **changes)
+    found = find_records(str(path), setting, reading)
+    return cut_units([stamp(file, found.name(file)) for file in found.paths], setting, reading, shard_bytes)
 
 
 def records_of(path: Path | str, shard_bytes: int = 2**26, **changes: Any) -> list[Document | BadRecord]:
@@ -37,8 +41,9 @@ def records_of(path: Path | str, shard_bytes: int = 2**26, **changes: Any) -> li
 
 def told(records: Iterable[Document | BadRecord], path: Path) -> list[tuple[str, str | BadReason]]:
     """Where each record lies in its file, and its text or what is wrong with it."""
+    teller = PlaceTeller()
     return [
-        (record.place.removeprefix(f"{path}:"), record.text if isinstance(record, Document) else record.reason)
+        (teller.tell(record.place).removeprefix(f"{path}:"), record.text if isinstance(record, Document) else record.reason)
         for record in records
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,14 @@ def imported(parent: Path, name: str, **keys: Any) -> Imported:
 def exported(run: Path, target: Path, *words: str) -> Path:
     assert dispatch(["convert", str(run), f"hf:{target}", *words]) == 0
     return target
+
+
+def begin_with(folder: Path, runs: Path, name: str, *more: str) -> str:
+    """Train on other text from the weights in `folder`; what was printed."""
+    words = [word for word in run_words(write_text(runs / "text"), runs, name) if not word.startswith("model.")]
+    code, printed = run(f"model.init_from={folder}", *words, "train.steps=3", *more)
+    assert code == 0
+    return printed
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -145,14 +154,36 @@ def test_b60_greedy_text_is_the_same_and_stops_at_the_same_end(name: str, tmp_pa
     free = case.twin.generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=False, pad_token_id=0)[0].tolist()[4:]
     assert len(free) == 50
     run = case.load()
-    assert list(generate(run.model, prompt, GREEDY, eos_id=run.tokenizer.eos_id)) == free
+    assert list(generate(run.model, prompt, GREEDY, eos_ids=run.eos_ids)) == free
     end = next(token for token in free[8:] if free.index(token) >= 8)
     case = imported(tmp_path / "ends", name, with_tokenizer=False, eos_token_id=end, bos_token_id=None)
     run = case.load()
     out = exported(case.folder, tmp_path / "out")
     theirs = loaded_twin(out).generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=False)[0].tolist()[4:]
-    ours = list(generate(run.model, prompt, GREEDY, eos_id=run.tokenizer.eos_id))
+    ours = list(generate(run.model, prompt, GREEDY, eos_ids=run.eos_ids))
     assert theirs == [*ours, end] == free[: free.index(end) + 1]
+
+
+@pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
+def test_b60_text_ends_at_any_of_the_listed_ends(place: str, tmp_path: Path) -> None:
+    """As in chat models, whose turn ends with another token than a text; also after a training that began with them."""
+    prompt = [7, 33, 121, 5]
+    free = save_folder(tmp_path / "free", "llama").generate(
+        torch.tensor([prompt]), max_new_tokens=50, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    end = next(token for token in free[0].tolist()[12:] if token > 2)
+    case = imported(tmp_path, "llama", eos_token_id=[2, end])
+    if place == "config.json":
+        (case.source / "generation_config.json").unlink()
+        assert dispatch(["convert", f"hf:{case.source}", str(tmp_path / "again")]) == 0
+        case = Imported(case.twin, case.source, tmp_path / "again")
+    theirs = loaded_twin(case.source).generate(torch.tensor([prompt]), max_new_tokens=50, do_sample=False)[0].tolist()[4:]
+    run = case.load()
+    assert run.eos_ids == {2, end}
+    assert theirs == [*generate(run.model, prompt, GREEDY, eos_ids=run.eos_ids), end]
+    begin_with(case.folder, tmp_path, "tuned")
+    begin_with(tmp_path / "tuned", tmp_path, "further")
+    assert load_run(tmp_path / "further", LAUNCH).eos_ids == {2, end}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -187,18 +218,49 @@ def test_an_imported_folder_has_no_step_to_go_on_from(tmp_path: Path, capsys: py
 
 
 def test_a_run_begun_with_imported_weights_goes_back_with_its_tokenizer(tmp_path: Path) -> None:
+    save_folder(tmp_path / "source", "gpt2", attn_pdrop=0.1)
+    (tmp_path / "source" / "chat_template.jinja").write_text("kept")
     case = imported(tmp_path, "gpt2", attn_pdrop=0.1)
-    (case.folder / "tokenizer" / "chat_template.jinja").write_text("kept")
-    words = [word for word in run_words(write_text(tmp_path / "text"), tmp_path, "tuned") if not word.startswith("model.")]
-    code, _ = run(f"model.init_from={case.folder}", *words, "train.steps=3")
-    assert code == 0
+    begin_with(case.folder, tmp_path, "tuned")
+    case.folder.rename(tmp_path / "moved")
     out = exported(tmp_path / "tuned", tmp_path / "out")
     back, tuned = loaded_twin(out), load_run(tmp_path / "tuned", LAUNCH)
     read = tokens(back.config.vocab_size)
     torch.testing.assert_close(back(read).logits, tuned.model.logits(tuned.model(read)), rtol=0, atol=1e-4)
     assert not torch.equal(back(read).logits, case.twin(read).logits)
     assert (out / "tokenizer.json").read_bytes() == (case.source / "tokenizer.json").read_bytes()
-    assert (out / "generation_config.json").is_file() and back.config.attn_pdrop == 0.1
+    assert (out / "chat_template.jinja").read_text() == "kept"
+    assert (out / "generation_config.json").read_bytes() == (case.source / "generation_config.json").read_bytes()
+    assert back.config.attn_pdrop == 0.1
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_b60_texts_begin_in_an_export_as_in_the_run(adds: bool, tmp_path: Path) -> None:
+    save_folder(tmp_path / "source", "llama")
+    if not adds:
+        description = json.loads((tmp_path / "source" / "tokenizer.json").read_text())
+        (tmp_path / "source" / "tokenizer.json").write_text(json.dumps(description | {"post_processor": None}))
+    assert dispatch(["convert", f"hf:{tmp_path / 'source'}", str(tmp_path / "run")]) == 0
+    begin_with(tmp_path / "run", tmp_path, "same")
+    begin_with(tmp_path / "run", tmp_path, "other", f"data.bos={str(not adds).lower()}")
+    for name, first in (("same", adds), ("other", not adds)):
+        assert load_run(tmp_path / name, LAUNCH).config.data.bos is first
+        tokenizer = transformers.AutoTokenizer.from_pretrained(exported(tmp_path / name, tmp_path / f"out-{name}"))
+        plain = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+        assert tokenizer(TEXT)["input_ids"] == [1, *plain][not first :], name
+
+
+def test_what_was_copied_by_a_start_that_saved_nothing_is_not_given_back(tmp_path: Path) -> None:
+    case = imported(tmp_path, "llama", eos_token_id=[2, 9])
+    begin_with(case.folder, tmp_path, "a")
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    (tmp_path / "a" / "status.json").unlink()
+    begin_with(case.folder, tmp_path, "a")
+    assert load_run(tmp_path / "a", LAUNCH).eos_ids == {2, 9}
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    (tmp_path / "a" / "status.json").unlink()
+    code, _ = run(*run_words(tmp_path / "text", tmp_path, "a", "train.steps=3"))
+    assert code == 0 and load_run(tmp_path / "a", LAUNCH).eos_ids == {257}
 
 
 @pytest.mark.parametrize("shape", ["model=tiny", "model=tiny_gpt2"])

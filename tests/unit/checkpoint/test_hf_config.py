@@ -125,6 +125,14 @@ REFUSED = [
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": "8"}}, "rope_scaling.factor=8"),
     (LLAMA, {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta=10000.0 rope_parameters.rope_theta="),
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}}, "rope_scaling="),
+    (
+        LLAMA,
+        {
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "rope_parameters": {"type": "linear", "factor": 2.0, "rope_theta": 5e5},
+        },
+        "rope_theta (left out)=10000.0 rope_parameters.rope_theta=500000.0",
+    ),
     (LLAMA, {"num_hidden_layers": "four"}, "num_hidden_layers=four"),
     (LLAMA, {"rms_norm_eps": -1}, "rms_norm_eps=-1"),
     (LLAMA, {"is_encoder_decoder": True}, "is_encoder_decoder=True"),
@@ -197,6 +205,12 @@ def test_b60_what_is_written_is_read_back(model: ModelConfig) -> None:
 def test_b60_a_tokenizer_without_end_is_not_given_the_librarys() -> None:
     document = write_config(LLAMA_LIKE, dtype="fp32", bos_id=None, eos_id=None)
     assert document["bos_token_id"] is None and document["eos_token_id"] is None
+
+
+@pytest.mark.parametrize("value", [0.0, -0.1, None, "x", True])
+def test_an_initializer_range_that_draws_nothing_is_not_read(value: object) -> None:
+    assert "init_std" not in read(LLAMA | {"initializer_range": value}).section
+    assert read(LLAMA | {"initializer_range": 1}).section["init_std"] == 1.0
 
 
 def test_dropout_is_written_and_what_was_kept_stays() -> None:

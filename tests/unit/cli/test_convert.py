@@ -134,8 +134,19 @@ def test_exit_codes_of_what_is_not_there(told: Told) -> None:
 
 
 def test_a_config_no_run_can_have_is_refused_with_its_keys(told: Told, tmp_path: Path) -> None:
-    make_folder(tmp_path / "odd", num_key_value_heads=3)
-    assert "model.attention.num_kv_heads=3" in told("hf:odd", "runs/new")
+    make_folder(tmp_path / "odd", num_key_value_heads=3, rope_theta=0.5, rope_parameters=None)
+    message = told("hf:odd", "runs/new")
+    assert "num_key_value_heads=3" in message and "rope_theta=0.5" in message
+    assert "odd/config.json: " in message and "model." not in message
+
+
+def test_an_end_outside_the_vocabulary_is_left_out(there: Path) -> None:
+    """The library writes its default, 50256, into the config.json of a small GPT-2."""
+    for name, ends, found in (("outside", 50256, None), ("several", [50256, 7, 3], 7)):
+        make_folder(there / name, eos_token_id=ends)
+        import_folder(Path(name), Path(f"runs/{name}"), lambda text: None, UnsyncedFiles())
+        state = CheckpointStore(Path(f"runs/{name}/checkpoints"), keep=1).newest_state()
+        assert state is not None and state["tokenizer"]["eos_id"] == found
 
 
 def test_an_imported_run_is_not_resumed(there: Path, capsys: pytest.CaptureFixture[str]) -> None:

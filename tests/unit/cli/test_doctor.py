@@ -51,3 +51,13 @@ def test_parts_answer_for_options_that_exist() -> None:
     answers = options_here("cpu")
     assert set(answers) <= known
     assert {"attention.backend=sdpa", "tokenizer=bpe", "optimizer=adamw", "launch=cuda"} <= set(answers)
+
+
+def test_what_cannot_train_here_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert dispatch(["doctor", "launch.device=cpu"]) == 0
+    assert "flex (no training on cpu)" in " ".join(capsys.readouterr().out.split())
+    assert dispatch(["doctor", "launch.device=cpu", "output=json"]) == 0
+    options = json.loads(capsys.readouterr().out)["options"]["attention"]
+    assert options["flex"] == {"available": True, "reason": "", "limit": "no training on cpu"}
+    assert "limit" not in options["sdpa"] and "limit" not in options["flash_attn"]

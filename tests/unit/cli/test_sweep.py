@@ -24,7 +24,7 @@ from llmtrain.cli import sweep as sweep_module
 from llmtrain.cli.arguments import parse_arguments
 from llmtrain.cli.dispatch import dispatch
 from llmtrain.cli.sweep import job_suffix, lay_out, quoted, run_jobs, run_process
-from llmtrain.cli.sweep_table import read_result, table
+from llmtrain.cli.sweep_table import table
 from llmtrain.config.compose import compose_config
 from llmtrain.config.errors import ConfigError
 from llmtrain.metrics.sinks import TAIL_BYTES
@@ -187,26 +187,6 @@ def test_a_second_sweep_in_the_folder_of_a_running_one_is_refused(capsys: pytest
     with RunLock(folder):
         assert dispatch(GRID) == 74
     assert "is in use" in capsys.readouterr().err and not (folder / "logs").exists()
-
-
-def test_the_reason_is_that_of_the_status_file(tmp_path: Path) -> None:
-    (tmp_path / "status.json").write_text('{"format_version": 1, "code": 77, "step": 3, "reason": "not finite"}')
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
-    result = read_result(tmp_path, tmp_path / "none.log", {}, 77, 1.0)
-    assert (result.reason, result.steps, result.val_loss) == ("not finite", 1, None)
-    assert read_result(tmp_path / "none", tmp_path / "none.log", {}, 77, 1.0).steps is None
-
-
-@pytest.mark.parametrize("status", ["", '{"reason": ', "[]", "\0\0\0"])
-def test_damaged_files_of_a_job_are_no_end_of_the_sweep(tmp_path: Path, status: str) -> None:
-    (tmp_path / "status.json").write_text(status)
-    (tmp_path / "log").write_text("killed\n")
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "loss": 2.0}\n\0\0\0\n{"ste\n{"step": 3, "loss": 1.0, "val_loss": 4.0}\n'
-    )
-    result = read_result(tmp_path, tmp_path / "log", {}, -9, 1.0)
-    assert (result.reason, result.steps, result.val_loss, result.damaged_records) == ("killed", 3, 4.0, 2)
-    assert "2 damaged lines" in result.summary() and result.to_dict()["damaged_records"] == 2
 
 
 def test_the_document_is_json_whatever_the_losses_are(

@@ -11,6 +11,7 @@ import pytest
 from helpers.records import records_of, source, told, units_of
 
 from llmtrain.config.errors import DataError
+from llmtrain.config.typed_data import OnBad
 from llmtrain.data.records import BadReason, BadRecord, Document, availability, read_unit
 
 pa = pytest.importorskip("pyarrow")
@@ -97,8 +98,20 @@ def test_b33_damage_in_a_row_group_costs_that_row_group(tmp_path: Path) -> None:
 def test_a_parquet_file_without_its_end_is_one_bad_record(tmp_path: Path, spoil: Callable[[bytes], bytes]) -> None:
     path = write_table(tmp_path / "a.parquet", pa.array(["x"]))
     path.write_bytes(spoil(path.read_bytes()))
-    (bad,) = records_of(path, kind="parquet")
+    (bad,) = records_of(path, kind="parquet", on_bad=OnBad.SKIP)
     assert isinstance(bad, BadRecord) and bad.reason is BadReason.DAMAGED and str(path) in bad.place
+
+
+def test_a_file_of_the_other_kind_is_told_by_its_first_bytes(tmp_path: Path) -> None:
+    lines = tmp_path / "a.parquet"
+    lines.write_text('{"text": "x"}\n')
+    with pytest.raises(DataError, match="it is no Parquet file") as caught:
+        units_of(lines, kind="parquet")
+    assert "data=jsonl" in str(caught.value)
+    table = write_table(tmp_path / "b.jsonl", pa.array(["x"]))
+    with pytest.raises(DataError, match="it is a Parquet file") as caught:
+        units_of(table, on_bad=OnBad.SKIP)
+    assert "data=parquet" in str(caught.value)
 
 
 def test_parquet_memory_is_that_of_some_rows(tmp_path: Path) -> None:

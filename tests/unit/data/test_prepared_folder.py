@@ -96,8 +96,8 @@ def test_b32_an_id_outside_the_vocabulary_is_found_when_opened(make_folder: Make
 
 def test_a_folder_of_another_version_is_refused_naming_both(make_folder: MakeFolder, data_config: MakeConfig) -> None:
     folder = prepare_path(data_config(make_folder(TEXTS))).folder
-    rewrite_metadata(folder, lambda body: body.update(format_version=3))
-    with pytest.raises(DataError, match="format version 3.*reads 2"):
+    rewrite_metadata(folder, lambda body: body.update(format_version=2))
+    with pytest.raises(DataError, match="format version 2.*reads 3"):
         open_prepared(folder, None, lambda line: None)
 
 

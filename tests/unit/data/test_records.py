@@ -15,7 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmtrain.config.errors import DataError
-from llmtrain.data.records import BadReason, BadRecord, Document, check_unchanged, read_unit
+from llmtrain.data import jsonl
+from llmtrain.data.paths import check_unchanged
+from llmtrain.data.records import BadReason, BadRecord, Document, read_unit
 
 zstandard = pytest.importorskip("zstandard")
 
@@ -212,7 +214,8 @@ def peak_bytes(action: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("packed", ["plain", "gz", "zst"])
-def test_b33_a_giant_line_is_skipped_without_being_held(tmp_path: Path, packed: str) -> None:
+def test_b33_a_giant_line_is_skipped_without_being_held(tmp_path: Path, packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "LONG_LINE_BYTES", 1000)
     giant = b'{"text": "' + b"x" * 60_000_000 + b'"}\n'
     data = line("before") + giant + line("after")
     path = tmp_path / "a.jsonl"
@@ -224,8 +227,14 @@ def test_b33_a_giant_line_is_skipped_without_being_held(tmp_path: Path, packed: 
 
     # zstd packs this line into one block after another of 128 KiB for a few bytes each: the worst there is.
     assert peak_bytes(read) < (30_000_000 if packed == "zst" else 12_000_000)
-    assert told(records, path) == [("1", "before"), ("2", BadReason.TOO_LONG), ("3", "after")]
+    assert told(records, path) == [("1", "before"), ("2", BadReason.LONG_LINE), ("3", "after")]
     assert isinstance(records[1], BadRecord) and giant.startswith(records[1].raw) and 0 < len(records[1].raw) <= 2**16
+
+
+def test_a_short_document_is_kept_however_long_its_other_fields_are(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"html": "' + b"x" * 3_000_000 + b'", "text": "short"}\n' + line("y" * 101))
+    assert told(records_of(path, max_document_bytes=100), path) == [("1", "short"), ("2", BadReason.TOO_LONG)]
 
 
 def test_memory_is_that_of_a_line_and_not_of_the_file(tmp_path: Path) -> None:

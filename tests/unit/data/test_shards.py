@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from llmtrain.config.errors import DataError
 from llmtrain.config.typed_data import BpeTokenizerConfig, DataConfig, OnBad, Packing, SyntheticData
+from llmtrain.data import formats
 from llmtrain.data.framing import Framing, settle_framing
 from llmtrain.data.packing import TokenStream, pack
 from llmtrain.data.records import BadReason, BadRecord
@@ -142,6 +144,28 @@ def test_b32_an_id_outside_the_vocabulary_is_refused_when_written(tmp_path: Path
         writer.add(np.array([299, bad]), "")
     writer.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_b33_a_document_border_takes_8_bytes_of_memory(tmp_path: Path) -> None:
+    """A shard of many short documents, written and read: the borders are held once, as numbers and not as objects."""
+    count, peaks = 100_000, {}
+    writer = SplitWriter(tmp_path, "train", 0, 258)
+    tracemalloc.start()
+    for _ in range(count):
+        writer.begin_document()
+        writer.add(np.array([1]), "x")
+    facts = {"index": 0, **writer.finish()}
+    peaks["written"] = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    opener = formats._Opener(tmp_path, np.dtype("<u2"), 258, lambda line: None)
+    borders = opener.open_split(
+        "train", {"documents": count, "source_bytes": count, "byte_counts": [], "sha256": "", "shards": [facts]}
+    )
+    assert borders.offsets()[[0, count - 1, count]].tolist() == [0, count - 1, count]
+    peaks["read"] = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    assert facts["documents"] == count and peaks["written"] < 2.5 * 8 * count and peaks["read"] < 1.5 * 8 * count
 
 
 class CountingTokenizer(ByteTokenizer):

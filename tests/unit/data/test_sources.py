@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from llmtrain.config.errors import ConfigError, DataError
 from llmtrain.config.typed_data import BpeTokenizerConfig, StdlibData, TextData
-from llmtrain.data.sources import Document, Scan, SourceFile, check_unchanged, describe_skipped, read_blocks, scan_source
+from llmtrain.data import text_cuts
+from llmtrain.data.paths import check_unchanged
+from llmtrain.data.sources import Document, Scan, SourceFile, describe_skipped, read_blocks, scan_source
+from llmtrain.data.text_cuts import last_cut
 from llmtrain.data.tokenizer import train_tokenizer
 
 MakeFolder = Callable[[Sequence[str]], Path]
@@ -191,7 +194,8 @@ def test_equal_documents_cannot_be_split(make_folder: MakeFolder) -> None:
 def test_blocks_join_to_the_document(tmp_path: Path, text: str, block: int) -> None:
     parts = list(read_blocks(document_with(tmp_path, text.encode()), block))
     assert "".join(parts) == text
-    assert all(0 < len(part.encode()) <= block for part in parts)
+    for part in parts:
+        assert 0 < len(part.encode()) <= block or not last_cut(part.encode()[:block])
 
 
 @given(words=st.lists(st.text(alphabet="abé,'s1\u00a0", max_size=5), max_size=60), data=st.data())
@@ -207,13 +211,16 @@ def test_blocks_do_not_change_bpe_ids(tmp_path: Path, words: list[str], data: st
 
 
 @pytest.mark.parametrize("content", [b"w" * 300_000, b" " * 300_000, "日".encode() * 100_000, b"a " + b"w" * 300_000])
-def test_b33_giant_documents_take_work_in_proportion_to_their_length(tmp_path: Path, content: bytes) -> None:
+def test_b33_giant_documents_take_work_in_proportion_to_their_length(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Words far longer than a block: bounded pieces, few of them, and every byte is handed out once."""
-    block = 1 << 12
-    parts = [part.encode() for part in read_blocks(document_with(tmp_path, content), block)]
+    longest = 1 << 14
+    monkeypatch.setattr(text_cuts, "LONGEST_WORD_BYTES", longest)
+    parts = [part.encode() for part in read_blocks(document_with(tmp_path, content), 1 << 12)]
     assert b"".join(parts) == content
-    assert max(map(len, parts)) <= block
-    assert len(parts) <= 2 * len(content) / block + 2
+    assert max(map(len, parts)) <= longest
+    assert len(parts) <= len(content) / longest + 3
 
 
 def test_a_file_that_changes_while_it_is_read_is_noticed(make_folder: MakeFolder) -> None:

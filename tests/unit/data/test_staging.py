@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.prepared import NAMES, SMALL, TEXTS, content, documents, entries, ids, job_of, prepare_path
+from helpers.prepared import NAMES, SETTINGS, SMALL, TEXTS, content, documents, entries, ids, job_of, prepare_path
 
 from llmtrain.config.errors import DataError, StorageError
 from llmtrain.config.typed_data import BpeTokenizerConfig, DataConfig, OnBad
@@ -19,7 +22,7 @@ from llmtrain.data import prepare as prepare_module
 from llmtrain.data import staging as staging_module
 from llmtrain.data.heartbeat import Heartbeat
 from llmtrain.data.prepare import prepare
-from llmtrain.data.staging import locked
+from llmtrain.data.staging import MARKER, locked
 
 MakeFolder = Callable[[Sequence[str]], Path]
 MakeRecords = Callable[[Sequence[str]], Path]
@@ -91,7 +94,7 @@ def test_an_interruption_at_the_end_loses_nothing(
 def test_a_bad_record_after_hours_costs_only_its_shard(make_records: MakeRecords, data_config: MakeConfig) -> None:
     """With data.on_bad=skip the same command takes over what is finished, and the result is that of skipping from the start."""
     path = make_records([*TEXTS, "raw:{", "last"])
-    with pytest.raises(DataError, match="records.jsonl:25"):
+    with pytest.raises(DataError, match="records.jsonl:"):
         prepare_path(data_config(path), settings=SMALL)
     with pytest.MonkeyPatch.context() as patch:
         made = die_in_unit(patch, -1)
@@ -192,30 +195,123 @@ def test_locks_keep_others_out_until_they_are_given_back(tmp_path: Path, monkeyp
     assert most == [1] and list(tmp_path.iterdir()) == []
 
 
+def make_old(path: Path, days: float) -> None:
+    then = time.time() - days * 24 * 3600
+    os.utime(path, (then, then))
+
+
+def leave_folders(parent: Path) -> set[str]:
+    """Folders and files with names like ours, of which only the first two are ours and old; gives the names of the others."""
+    ours, recent, of_the_user = "a" * 32, "b" * 32, "c" * 32
+    for name in (ours, recent, of_the_user, "photos", f"texts-{ours}"):
+        (parent / f".staging-{name}").mkdir(parents=True)
+        (parent / f".staging-{name}" / "file").write_text("content")
+    for name in (ours, recent, "photos", f"texts-{ours}"):
+        (parent / f".staging-{name}" / MARKER).touch()
+    (parent / f".staging-{ours}.lock").touch()
+    (parent / f".staging-{of_the_user}.lock").write_text("content")
+    (parent / "d").mkdir()
+    (parent / "d" / MARKER).touch()
+    (parent / f".staging-{'d' * 32}").symlink_to(parent / "d")
+    found = {path.name for path in parent.iterdir()}
+    for path in parent.iterdir():
+        make_old(path, 13 if recent in path.name else 15)
+    return found - {f".staging-{ours}", f".staging-{ours}.lock"}
+
+
 def test_work_that_nobody_goes_on_with_is_removed(make_folder: MakeFolder, data_config: MakeConfig) -> None:
+    """In the cache folder, and nothing but folders that this program made and marked."""
     data = data_config(make_folder(TEXTS))
     cache = Path(data.source.cache_dir)  # type: ignore[union-attr, arg-type]
-    for name, age in (("old", 15), ("recent", 13)):
-        (cache / f".staging-{name}").mkdir(parents=True)
-        then = time.time() - age * 24 * 3600
-        os.utime(cache / f".staging-{name}", (then, then))
-    prepare_path(data)
-    assert [path.name for path in entries(data) if path.name.startswith(".")] == [".staging-recent"]
+    kept = leave_folders(cache)
+    made = prepare_path(data).folder
+    assert {path.name for path in entries(data)} == kept | {made.name}
 
 
-def test_a_preparation_that_failed_at_once_leaves_nothing(
-    make_folder: MakeFolder, data_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+def test_nothing_beside_a_folder_of_the_user_is_touched(
+    make_folder: MakeFolder, data_config: MakeConfig, tmp_path: Path
 ) -> None:
+    parent = tmp_path / "home"
+    leave_folders(parent)
+    before = {path for path in parent.rglob("*")}
+    own = replace(SETTINGS, path=str(parent / "tokens"))
+    seen: list[set[str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        move = prepare_module.move_up
+        patch.setattr(
+            prepare_module, "move_up", lambda *args: (seen.append({path.name for path in parent.iterdir()}), move(*args))
+        )
+        prepare_path(data_config(make_folder(TEXTS)), settings=own)
+    assert {path for path in parent.rglob("*") if "tokens" not in path.parts[len(parent.parts)]} == before
+    assert seen == [{path.name for path in before if path.parent == parent} | {"tokens"}], (
+        "nor is anything made there for a while"
+    )
+
+
+@contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    """As on a full disk, but for the number of the error: what is written beyond this many bytes of a file fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_preparation_that_failed_at_once_leaves_nothing(make_folder: MakeFolder, data_config: MakeConfig) -> None:
     data = data_config(make_folder(TEXTS))
-
-    def fail(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(prepare_module, "make_shards", fail)
-    with pytest.raises(StorageError, match="No space left on device") as caught:
+    with files_up_to(100), pytest.raises(StorageError, match="File too large") as caught:
         prepare_path(data)
     assert "data.cache_dir" in str(caught.value)
     assert entries(data) == []
+
+
+def test_a_full_disk_is_not_filled_further_by_each_try(make_records: MakeRecords, data_config: MakeConfig) -> None:
+    """What could not be written goes, buffers that cannot be flushed included; finished shards stay."""
+    data = data_config(make_records([*TEXTS, "long " * 800]))
+    found = []
+    for _ in range(3):
+        with files_up_to(4000), pytest.raises(StorageError, match="File too large"):
+            prepare_path(data, settings=SMALL)
+        (staging,) = entries(data)
+        found.append(sorted(path.name for path in staging.iterdir()))
+    assert found[0] == found[1] == found[2] and any(name.startswith("shard-") for name in found[0])
+    assert [name for name in found[0] if name.startswith(".")] == [MARKER]
+    assert len(prepare_path(data, settings=SMALL).train.tokens) > 0
+
+
+def test_what_a_killed_writer_left_is_removed_at_the_next_start(make_folder: MakeFolder, data_config: MakeConfig) -> None:
+    data = data_config(make_folder(TEXTS))
+    with pytest.MonkeyPatch.context() as patch:
+        die_in_unit(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_path(data, settings=SMALL)
+    (staging,) = entries(data)
+    left = staging / f".train-00003.tokens.{'0' * 32}"
+    left.write_bytes(b"half")
+    with pytest.MonkeyPatch.context() as patch:
+        die_in_unit(patch, 4)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_path(data, settings=SMALL)
+    assert staging.is_dir() and not left.exists()
+
+
+def test_only_the_process_that_made_a_folder_calls_it_new(
+    make_folder: MakeFolder, data_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one finishes while this one waits for the lock."""
+    data = data_config(make_folder(TEXTS))
+    take, others = staging_module._take, []
+
+    def wait_for_another(path: Path, status: Any) -> Any:
+        if not others:
+            others.append(None)
+            others[0] = prepare_path(data)
+        return take(path, status)
+
+    monkeypatch.setattr(staging_module, "_take", wait_for_another)
+    assert not prepare_path(data).is_new and others[0].is_new
 
 
 @pytest.mark.parametrize(("number", "is_tolerated"), [(errno.EINVAL, True), (errno.EIO, False)])

@@ -45,7 +45,7 @@ def build(
 
 
 def tokens(path: Path, layout: TokenFormat = TokenFormat.AUTO, validation: Path | None = None, **form: Any) -> DataConfig:
-    source = TokenData(str(path), None if validation is None else str(validation), 0.05, layout, "uint16")
+    source = TokenData(str(path), None if validation is None else str(validation), None, layout, None)
     return replace(DataConfig(source, 16, Packing.CONCAT, None, True), **form)
 
 

@@ -67,13 +67,18 @@ def test_a_map_says_what_is_wrong_with_its_file(tmp_path: Path) -> None:
 
 
 def test_more_files_than_a_process_may_open_by_default(tmp_path: Path) -> None:
-    """The soft limit is raised when it is met; a batch over all files is read like any other."""
+    """The soft limit is raised long before it is met, so that other files can be opened too; a batch over all is read like any other."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     for number in range(150):
         np.array([number], "<u2").tofile(tmp_path / f"{number}.bin")
     resource.setrlimit(resource.RLIMIT_NOFILE, (100, before[1]))
     try:
-        array = TokenArray([map_file(tmp_path / f"{number}.bin", np.dtype("<u2"), 0, 1) for number in range(150)])
+        few = [map_file(tmp_path / f"{number}.bin", np.dtype("<u2"), 0, 1) for number in range(40)]
+        others = [(tmp_path / f"{number}.bin").open("rb") for number in range(100)]
+        for other in others:
+            other.close()
+        few += [map_file(tmp_path / f"{number}.bin", np.dtype("<u2"), 0, 1) for number in range(40, 150)]
+        array = TokenArray(few)
         assert array.read(np.arange(149, -1, -1)).tolist() == list(range(149, -1, -1))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -212,7 +212,7 @@ def test_b32_the_wrong_width_is_noticed_and_the_right_one_named(tmp_path: Path) 
     large = [(7919 * i) % 128256 for i in range(3000)]
     path = write_raw(tmp_path / "llama.bin", large, "uint32")
     assert "try   data.dtype=uint32" in refused(path, vocab_size=128256)
-    assert ids(opened(path, vocab_size=128256, dtype="uint32").train) == large[:2700]
+    assert ids(opened(path, vocab_size=128256, dtype="uint32").train) == large[:2850]
 
 
 @pytest.mark.parametrize("vocab", [65536, 65537, 70000])
@@ -235,7 +235,7 @@ def test_b32_a_wrong_id_anywhere_is_found_when_files_are_opened(tmp_path: Path) 
 
 
 def test_b32_a_wrong_id_that_sampling_missed_is_found_when_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_files_module, "FULL_CHECK_BYTES", 6000)
+    monkeypatch.setattr(token_files_module, "ALL_IDS_BYTES", 6000)
     monkeypatch.setattr(token_files_module, "BLOCK_TOKENS", 50)
     monkeypatch.setattr(token_files_module, "FINGERPRINT_BLOCKS", 2)
     monkeypatch.setattr(token_files_module, "FINGERPRINT_TOKENS", 10)
@@ -248,3 +248,11 @@ def test_b32_a_wrong_id_that_sampling_missed_is_found_when_it_is_read(tmp_path: 
         rows.read(np.array([3, 100]))
     stream[10_000] = 60_000
     assert f"byte {1024 + 20_000}" in refused(write_llm_c(tmp_path / "a.bin", stream))
+
+
+def test_text_is_not_taken_for_ids(tmp_path: Path) -> None:
+    """Two letters make an id that the vocabulary of GPT-2 has, so no other check would see it."""
+    (tmp_path / "a.txt").write_text("First Citizen:\nBefore we proceed any further, hear me speak. äöü\n" * 8)
+    message = refused(tmp_path / "a.txt")
+    assert "it is text and no token ids" in message and "data=text" in message
+    assert len(ids(opened(tmp_path / "a.txt", format=TokenFormat.RAW, vocab_size=2**16).train)) > 100

@@ -12,7 +12,8 @@ from helpers.token_files import write_llm_c, write_megatron, write_raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.config.typed_data import Packing
+from llmtrain.config.errors import ConfigError
+from llmtrain.config.typed_data import Packing, TokenFormat
 from llmtrain.data.packing import pack
 from llmtrain.data.token_array import TokenArray
 from llmtrain.data.token_borders import IndexedBorders, MarkedBorders
@@ -63,11 +64,25 @@ def test_names_tell_splits_apart(tmp_path: Path, names: list[str], train: list[i
     for number, name in enumerate(names):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write_raw(tmp_path / name, [number] * 10)
-    found = opened(tmp_path, validation_fraction=0.1)
+    found = opened(tmp_path)
     if train is None or held_out is None:
-        assert found.held_out == "the tail held out" and len(found.validation.tokens) == len(names)
+        assert found.held_out == "the tail held out" and len(found.validation.tokens) == 1
     else:
         assert sorted(set(ids(found.train))) == train and sorted(set(ids(found.validation))) == held_out
+
+
+def test_b56_settings_that_token_files_do_not_read_are_refused(tmp_path: Path) -> None:
+    """Also where their value is the default: nobody is told that it does something."""
+    write_raw(tmp_path / "train.bin", [1, 2])
+    write_raw(tmp_path / "val.bin", [3, 4])
+    with pytest.raises(ConfigError, match=r"data.validation_fraction=0.05\n.*by file names"):
+        opened(tmp_path, validation_fraction=0.05)
+    path = write_llm_c(tmp_path / "shard.bin", IDS)
+    assert opened(path, validation_fraction=0.2).held_out == "the last documents held out"
+    for layout in (TokenFormat.AUTO, TokenFormat.LLM_C):
+        with pytest.raises(ConfigError, match=r"data.dtype=uint16\n.*files of llm_c"):
+            opened(path, format=layout, dtype="uint16")
+    assert opened(tmp_path / "train.bin", dtype="uint16").format is TokenFormat.RAW
 
 
 def test_a_file_that_no_name_puts_on_a_side_is_asked_about(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -14,6 +16,7 @@ import tokenizers
 from helpers.tokenizer_files import byte_level_json, corpus
 
 from llmtrain.config.typed_data import BpeTokenizerConfig
+from llmtrain.data import tokenizer_bpe
 from llmtrain.data.tokenizer import BpeTokenizer, FileTokenizer, train_tokenizer
 from llmtrain.data.tokenizer_bpe import BLOCK_CHARACTERS, MIN_PAIR_COUNT, train_bpe
 
@@ -123,3 +126,18 @@ def test_a_large_vocabulary_is_stored_whole() -> None:
 
 
 BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+
+
+def test_ctrl_c_ends_the_process_while_the_library_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library does not come back to Python for a minute, and until then Python would not see the signal."""
+    seen = []
+    plain = tokenizer_bpe._trainable
+
+    def looking(texts: Iterable[str], progress: Callable[[str], None]) -> Iterator[str]:
+        seen.append(signal.getsignal(signal.SIGINT))
+        yield from plain(texts, progress)
+
+    monkeypatch.setattr(tokenizer_bpe, "_trainable", looking)
+    before = signal.getsignal(signal.SIGINT)
+    train_tokenizer(BpeTokenizerConfig(300), lambda: ["some text to learn from"])
+    assert seen == [signal.SIG_DFL] and signal.getsignal(signal.SIGINT) is before

@@ -14,7 +14,8 @@ from llmtrain.config.errors import DataError
 from llmtrain.config.typed_data import ByteTokenizerConfig, DataConfig, OnBad, PrepareConfig
 from llmtrain.data.heartbeat import Heartbeat
 from llmtrain.data.prepare import find_preparation, prepare
-from llmtrain.data.sources import Document, SourceFile, cut_document, last_cut
+from llmtrain.data.sources import Document, SourceFile, cut_document
+from llmtrain.data.text_cuts import last_cut
 from llmtrain.data.units import SMALLEST_UNIT_BYTES, Block, find_text, is_held_out, unit_bytes
 
 MakeFolder = Callable[[Sequence[str]], Path]
@@ -42,8 +43,10 @@ def test_pieces_join_to_the_document(tmp_path: Path, text: str, size: int) -> No
     assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
     assert (pieces[0].start, pieces[-1].stop) == (0, len(data))
     for piece in pieces:
-        assert 0 < piece.stop - piece.start <= size
+        assert 0 < piece.stop - piece.start
         data[piece.start : piece.stop].decode()  # no character is halved
+        if piece.stop - piece.start > size:  # only where there was nowhere to cut
+            assert not last_cut(data[piece.start : piece.start + size])
 
 
 @pytest.mark.parametrize(
@@ -53,9 +56,13 @@ def test_pieces_join_to_the_document(tmp_path: Path, text: str, size: int) -> No
         (b"one two. three", 3),  # cl100k and its like join punctuation with the line break after it
         (b"one ;\n;\t;", 3),
         (b"a1 2", 2),
-        ("né é".encode(), 4),  # `é` is no ASCII letter; the cut before the last character
-        (b"xxxx", 3),
-        ("日本".encode(), 3),
+        ("né é".encode(), 3),
+        ("a é; é".encode(), 1),
+        ("é é… é".encode(), 2),  # not after punctuation of any script
+        ("日本 日本".encode(), 6),
+        ("🙂 🙂".encode(), 0),  # no letter
+        (b"xxxx", 0),
+        ("日本".encode(), 0),
     ],
 )
 def test_cuts_lie_between_a_word_and_white_space(block: bytes, cut: int) -> None:

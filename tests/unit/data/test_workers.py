@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -16,15 +17,17 @@ import pytest
 from helpers.scripts import ROOT
 
 from llmtrain.config.errors import DataError
-from llmtrain.config.typed_data import ByteTokenizerConfig, DataConfig, OnBad, PrepareConfig
+from llmtrain.config.typed_data import ByteTokenizerConfig, DataConfig, OnBad, PrepareConfig, RecordData
 from llmtrain.data import workers as workers_module
 from llmtrain.data.framing import Framing
 from llmtrain.data.heartbeat import Heartbeat
 from llmtrain.data.meter import PreparationMeter
 from llmtrain.data.prepare import find_preparation, prepare
+from llmtrain.data.record_units import SourceStamp, Storage, Unit
 from llmtrain.data.shards import ShardSettings
+from llmtrain.data.sources import Document, SourceFile
 from llmtrain.data.tokenizer import ByteTokenizer
-from llmtrain.data.units import find_text
+from llmtrain.data.units import RecordUnit, TextUnit, find_text
 from llmtrain.data.worker import Progress
 from llmtrain.data.workers import choose_workers, make_shards
 
@@ -95,7 +98,7 @@ def test_a_killed_worker_is_an_error_that_says_how_to_go_on(
     units = find_text(data_config(make_records(TEXTS)).source, 300).units(True)  # type: ignore[arg-type]
 
     def kill_them(index: int, progress: Progress, is_finished: bool) -> None:
-        for process in started:
+        for process in started if is_finished else []:
             process.send_signal(signal.SIGKILL)
 
     with pytest.raises(DataError, match="a worker process ended in unit") as caught:
@@ -157,15 +160,16 @@ def test_ctrl_c_ends_all_workers(
     assert are_gone(started)
 
 
-def test_ctrl_c_means_nothing_to_a_worker_itself(
+def test_stop_signals_mean_nothing_to_a_worker_itself(
     make_records: MakeRecords, data_config: MakeConfig, tmp_path: Path, started: list[subprocess.Popen[bytes]]
 ) -> None:
-    """A terminal sends it to all; were a worker to die of it, that might be told instead of the interruption."""
+    """A terminal or a scheduler sends them to all; were a worker to die of one, that might be told instead of the interruption."""
     units = find_text(data_config(make_records(TEXTS)).source, 300).units(True)  # type: ignore[arg-type]
 
-    def signal_workers(*facts: Any) -> None:
-        for process in started:
-            process.send_signal(signal.SIGINT)
+    def signal_workers(index: int, progress: Progress, is_finished: bool) -> None:
+        for process in started if is_finished else []:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+                process.send_signal(number)
 
     with workers_module._started(1, settings_in(tmp_path / "shards")) as workers:
         assert len(workers_module._hand_out(workers, units, signal_workers)) == len(units)
@@ -206,21 +210,79 @@ def is_running(number: int) -> bool:
         return False
 
 
+def plain(path: Path, size: int) -> TextUnit:
+    return TextUnit("train", ((Document(SourceFile(path, size, 0, ""), 0, size), True, True),))
+
+
+def packed(path: Path, size: int) -> RecordUnit:
+    source = RecordData("jsonl", str(path), None, 0.1, None, "text", OnBad.ERROR, 1 << 20)
+    return RecordUnit((Unit((SourceStamp(path, path.name, size, 0, ""),), Storage.GZIP, 0, size, 0, size),), source, "train")
+
+
+class Meter(PreparationMeter):
+    """A meter whose clock a test sets."""
+
+    def __init__(self, *units: Any) -> None:
+        self.now = 0.0
+        super().__init__(units, clock=lambda: self.now)
+
+
 def test_meter_adds_up_what_units_report() -> None:
-    now = [0.0]
-    lines: list[str] = []
-    meter = PreparationMeter([1_000_000, 1_000_000, 2_000_000], lines.append, clock=lambda: now[0])
+    meter = Meter(plain(Path("a"), 1_000_000), plain(Path("b"), 1_000_000), plain(Path("c"), 2_000_000))
     meter.update(0, Progress(0, 0), True)  # it was there already
-    now[0] = 2.0
+    meter.now = 2.0
     meter.update(1, Progress(500_000, 100_000), False)
-    assert lines[-1] == "tokenizing: 38%, 0.25 MB/s, 50k tokens/s, 0:10 left"
-    meter.update(1, Progress(900_000, 200_000), True)
-    assert lines[-1] == "tokenizing: 50%, 0.45 MB/s, 100k tokens/s, 0:04 left"
-    meter.update(2, Progress(5_000_000, 1_000_000), False)  # a compressed file holds more text than it has bytes
-    meter.update(2, Progress(6_000_000, 1_200_000), True)
-    assert lines[-1].startswith("tokenizing: 100%") and lines[-1].endswith("0:00 left")
-    assert (meter.source_bytes, meter.tokens) == (6_900_000, 1_400_000)
-    assert meter.speed() == "3.45 MB/s, 700k tokens/s"
+    assert meter.line() == "tokenizing: 38%, 0.25 MB/s, 50k tokens/s, 0:10 left"
+    meter.update(1, Progress(1_000_000, 200_000), True)
+    assert meter.line() == "tokenizing: 50%, 0.5 MB/s, 100k tokens/s, 0:04 left"
+    meter.now = 4.0
+    assert meter.line() == "tokenizing: 50%, 0.25 MB/s, 50k tokens/s, 0:08 left", "time goes on while nothing is said"
+    meter.update(2, Progress(2_000_000, 1_200_000), True)
+    assert meter.line().startswith("tokenizing: 100%") and meter.line().endswith("0:00 left")
+    assert (meter.source_bytes, meter.tokens) == (3_000_000, 1_400_000)
+    assert meter.speed() == "0.75 MB/s, 350k tokens/s"
+
+
+def test_meter_tells_no_share_of_compressed_files_before_it_can() -> None:
+    """Five bytes of text for each on disk: counted as they are, half of the text would be 250 %."""
+    meter = Meter(packed(Path("a.gz"), 1_000_000), packed(Path("b.gz"), 3_000_000))
+    meter.now = 10.0
+    meter.update(0, Progress(2_500_000, 500_000), False)
+    assert meter.line() == "tokenizing: 0.25 MB/s, 50k tokens/s"
+    meter.update(0, Progress(5_000_000, 1_000_000), True)
+    assert meter.line() == "tokenizing: 25%, 0.5 MB/s, 100k tokens/s, 0:30 left"
+    meter.now = 20.0
+    meter.update(1, Progress(5_000_000, 1_000_000), False)
+    assert meter.line() == "tokenizing: 50%, 0.5 MB/s, 100k tokens/s, 0:20 left"
+
+
+def test_a_worker_that_does_not_run_is_told(make_records: MakeRecords, data_config: MakeConfig, tmp_path: Path) -> None:
+    """Stopped with its first unit: the preparation waits, and the line says for what."""
+    units = find_text(data_config(make_records(TEXTS)).source, 300).units(True)  # type: ignore[arg-type]
+    now, lines, stopped = [0.0], [], threading.Event()
+    meter = PreparationMeter(units, clock=lambda: now[0])
+    with workers_module._started(1, settings_in(tmp_path / "shards")) as workers:
+
+        def watch() -> None:
+            assert stopped.wait(30)
+            lines.append(meter.line())
+            now[0] = 95.0
+            lines.append(meter.line())
+            workers[0].process.send_signal(signal.SIGCONT)
+
+        def stop_it(index: int, progress: Progress, is_finished: bool) -> None:
+            meter.update(index, progress, is_finished)
+            if not stopped.is_set():
+                workers[0].process.send_signal(signal.SIGSTOP)
+                stopped.set()
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        workers_module._hand_out(workers, units, stop_it)
+        thread.join()
+    assert "nothing heard" not in lines[0]
+    assert lines[1].endswith(f"; nothing heard for 1:35 of unit 0: {units[0].place}")
+    assert "nothing heard" not in meter.line()
 
 
 def test_a_heartbeat_repeats_the_status_and_keeps_what_is_said_apart() -> None:
@@ -233,5 +295,11 @@ def test_a_heartbeat_repeats_the_status_and_keeps_what_is_said_apart() -> None:
     with Heartbeat(progress, 0.01, said.append) as beat:
         beat.status("working")
         assert spoken.wait(30)
+        spoken.clear()
+        numbers = itertools.count()
+        beat.status(lambda: f"number {next(numbers)}")
+        while "number 1" not in statuses:
+            assert spoken.wait(30)
+            spoken.clear()
         beat.say("done")
-    assert "working" in statuses and said == ["done"]
+    assert "working" in statuses and "number 0" in statuses and said == ["done"]

@@ -66,32 +66,32 @@ def naive(model: Transformer, prompt: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_generation_is_the_likeliest_continuation(shape: str) -> None:
     model, prompt = build(SHAPES[shape], backend="sdpa"), random_tokens(9).tolist()
-    assert list(generate(model, prompt, GREEDY, eos_id=None)) == naive(model, prompt, 12)
+    assert list(generate(model, prompt, GREEDY, eos_ids=frozenset())) == naive(model, prompt, 12)
 
 
 def test_generation_stops_at_eos_and_at_max_tokens() -> None:
     model, prompt = build(SHAPES["llama"]), [1, 2, 3]
-    tokens = list(generate(model, prompt, GREEDY, eos_id=None))
+    tokens = list(generate(model, prompt, GREEDY, eos_ids=frozenset()))
     assert len(tokens) == 12
     eos = tokens[4]
-    assert list(generate(model, prompt, GREEDY, eos_id=eos)) == tokens[: tokens.index(eos)]
+    assert list(generate(model, prompt, GREEDY, eos_ids=frozenset({eos}))) == tokens[: tokens.index(eos)]
 
 
 def test_generation_depends_on_its_seed_alone() -> None:
     model, prompt = build(SHAPES["llama"]), [1, 2, 3]
-    first = list(generate(model, prompt, RANDOM, eos_id=None))
+    first = list(generate(model, prompt, RANDOM, eos_ids=frozenset()))
     torch.manual_seed(1234)
     before = torch.get_rng_state()
-    assert list(generate(model, prompt, RANDOM, eos_id=None)) == first
+    assert list(generate(model, prompt, RANDOM, eos_ids=frozenset())) == first
     assert torch.equal(torch.get_rng_state(), before)
-    assert list(generate(model, prompt, replace(RANDOM, seed=1), eos_id=None)) != first
+    assert list(generate(model, prompt, replace(RANDOM, seed=1), eos_ids=frozenset())) != first
 
 
 def test_generation_leaves_the_model_as_it_was() -> None:
     model = build(SHAPES["llama"])
     for training in (True, False):
         model.train(training)
-        list(generate(model, [1], GREEDY, eos_id=None))
+        list(generate(model, [1], GREEDY, eos_ids=frozenset()))
         assert model.training is training and all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -99,7 +99,7 @@ def test_generation_leaves_the_model_as_it_was() -> None:
 def test_generation_goes_on_when_the_positions_are_used_up(shape: str) -> None:
     """Of 16 positions the newest 8 tokens are read again as a context of their own."""
     model, prompt = build(replace(SHAPES[shape], max_positions=16)), random_tokens(10).tolist()
-    tokens = list(generate(model, prompt, replace(GREEDY, max_tokens=20), eos_id=None))
+    tokens = list(generate(model, prompt, replace(GREEDY, max_tokens=20), eos_ids=frozenset()))
     history = prompt + naive(model, prompt, 7)  # the 17th token follows from all 16
     while len(history) < 30:
         history += naive(model, history[-8:], min(9, 30 - len(history)))
@@ -109,7 +109,7 @@ def test_generation_goes_on_when_the_positions_are_used_up(shape: str) -> None:
 @pytest.mark.parametrize(("prompt", "message"), [([], "of 0 tokens"), ([1] * 49, "1 to 48 tokens")])
 def test_a_prompt_that_does_not_fit_is_refused(prompt: list[int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        next(generate(build(SHAPES["llama"]), prompt, GREEDY, eos_id=None))
+        next(generate(build(SHAPES["llama"]), prompt, GREEDY, eos_ids=frozenset()))
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_b17_padded_rows_are_never_sampled(settings: GenerateConfig) -> None:
     model = build(SHAPES["llama"])
     with torch.no_grad():
         model.head_weight[50:] = model.head_weight[:11] * 50
-    limited = [*generate(model, [1], replace(settings, max_tokens=300), eos_id=None, vocab_size=50)]
-    free = [*generate(model, [1], replace(settings, max_tokens=300), eos_id=None)]
+    limited = [*generate(model, [1], replace(settings, max_tokens=300), eos_ids=frozenset(), vocab_size=50)]
+    free = [*generate(model, [1], replace(settings, max_tokens=300), eos_ids=frozenset())]
     assert len(limited) == 300 and max(limited) < 50 and max(free) >= 50
 
 

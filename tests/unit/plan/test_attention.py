@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from llmtrain.config.compose import compose_config
 from llmtrain.config.errors import ExitCode, PlanError
+from llmtrain.config.rules_model import KERNELS
+from llmtrain.config.typed import RecomputeConfig, RecomputeKind
 from llmtrain.plan.attention import ATTENTION, AUTO, AUTO_ORDER, Use, availability, packages, refusal, usable_kernels
 from llmtrain.plan.make_plan import make_plan
 from llmtrain.plan.plan import Availability
@@ -16,6 +19,7 @@ ON_CPU = Use("cpu", "fp32", training=True)
 HOPPER = Use("cuda", "bf16", training=True, capability=(9, 0), packages=EVERYTHING)
 AMPERE = replace(HOPPER, capability=(8, 0))
 BLACKWELL = replace(HOPPER, capability=(10, 0))
+WORKSTATION = replace(HOPPER, capability=(12, 0))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +35,15 @@ BLACKWELL = replace(HOPPER, capability=(10, 0))
         ("flash_attn", "fa3", AMPERE, "9.0 or more, this device has 8.0"),
         ("flash_attn", "fa3", BLACKWELL, "made for CUDA capability 9.0, this device has 10.0"),
         ("flash_attn", "fa2", replace(HOPPER, head_dim=264), "heads have 256 channels at most, here 264"),
-        ("flash_attn", "fa4", replace(HOPPER, head_dim=132), "heads have 128 channels at most, here 132"),
+        ("flash_attn", "fa4", replace(HOPPER, head_dim=264), "heads have 256 channels at most, here 264"),
+        ("flash_attn", "fa4", replace(BLACKWELL, head_dim=192), "heads have 128 channels at most or 256, here 192"),
+        ("flash_attn", "fa4", replace(WORKSTATION, head_dim=256), "heads have 128 channels at most, here 256"),
+        ("flash_attn", "fa4", replace(WORKSTATION, deterministic=True), "train.deterministic=true"),
+        ("flash_attn", "fa4", AMPERE, "9.0 or more, this device has 8.0"),
+        ("flash_attn", "fa4", replace(HOPPER, kept=True), "recompute.keep=[attention]"),
+        ("flash_attn", AUTO, replace(BLACKWELL, kept=True, packages=EVERYTHING[:1]), "recompute.keep=[attention]"),
+        ("flex", AUTO, replace(HOPPER, kept=True), "recompute.keep=[attention]"),
+        ("a_plugin", AUTO, replace(HOPPER, kept=True), "recompute.keep=[attention]"),
         ("flash_attn", "fa3", replace(HOPPER, head_dim=20), "a multiple of 8, here 20"),
         ("flash_attn", AUTO, replace(HOPPER, dropout=True), "cannot drop attention weights"),
         ("sdpa", AUTO, replace(ON_CPU, dropout=True), "cannot drop attention weights"),
@@ -63,6 +75,12 @@ def test_refusals_have_their_reason(backend: str, kernel: str, use: Use, words: 
         ("flash_attn", AUTO, replace(HOPPER, documents=True, windows=True, deterministic=True)),
         ("flash_attn", "fa2", replace(HOPPER, capability=None)),
         ("flash_attn", AUTO, replace(HOPPER, packages=None)),
+        *(("flash_attn", "fa4", replace(use, head_dim=256, deterministic=True)) for use in (HOPPER, BLACKWELL)),
+        ("flash_attn", "fa4", replace(BLACKWELL, capability=(11, 0))),
+        ("flash_attn", "fa4", replace(HOPPER, capability=None, head_dim=192, deterministic=True)),
+        ("flash_attn", AUTO, replace(WORKSTATION, deterministic=True)),
+        *(("flash_attn", kernel, replace(HOPPER, kept=True)) for kernel in (AUTO, "fa2", "fa3")),
+        *((backend, AUTO, replace(ON_CPU, kept=True)) for backend in ("reference", "sdpa", "blocked")),
         ("flex", AUTO, replace(HOPPER, dtype="fp32", documents=True, windows=True)),
         ("flex", AUTO, replace(ON_CPU, training=False, documents=True, windows=True)),
     ],
@@ -73,13 +91,15 @@ def test_what_is_no_refusal(backend: str, kernel: str, use: Use) -> None:
 
 def test_reasons_of_several_kernels_are_told_apart() -> None:
     reason = refusal("flash_attn", AUTO, replace(BLACKWELL, head_dim=132, packages=EVERYTHING[:2]))
-    assert reason.startswith("fa4: heads have 128 channels at most, here 132; fa3: is made for CUDA capability 9.0")
+    assert reason.startswith("fa4: heads have 128 channels at most or 256, here 132; fa3: is made for CUDA capability 9.0")
 
 
 def test_usable_kernels_are_in_the_order_of_the_table() -> None:
     assert usable_kernels("flash_attn", HOPPER) == ("fa4", "fa3", "fa2")
     assert usable_kernels("flash_attn", BLACKWELL) == ("fa4", "fa2")
     assert usable_kernels("flash_attn", AMPERE) == ("fa2",)
+    assert usable_kernels("flash_attn", replace(WORKSTATION, deterministic=True)) == ("fa2",)
+    assert usable_kernels("flash_attn", replace(HOPPER, capability=None)) == ("fa4", "fa3", "fa2")
     assert usable_kernels("blocked", ON_CPU) == ()
 
 
@@ -95,6 +115,12 @@ def test_availability_asks_nothing_of_the_model() -> None:
 def test_everything_auto_may_take_is_in_the_table() -> None:
     for device, order in AUTO_ORDER.items():
         assert all(ATTENTION[name].on(device) for name in order)
+
+
+def test_the_kernels_a_config_may_name_are_those_of_the_table() -> None:
+    """Config knows the names without the plan, which is above it."""
+    named = {name: {way.name for way in row.kernels if way.name} for name, row in ATTENTION.items()}
+    assert {name: set(kernels) for name, kernels in KERNELS.items()} == {name: own for name, own in named.items() if own}
 
 
 def cuda_facts(**changes):
@@ -222,6 +248,62 @@ def test_named_kernels_are_kept(make_config, make_machine) -> None:
         words = {"attention.backend": "sdpa", "attention.kernel": kernel}
         plan = make_plan(make_config(words), make_machine(options=CPU_OPTIONS))
         assert (plan.attention_backend, plan.attention_kernel, chosen(plan)) == ("sdpa", kernel, {})
+
+
+SELECTIVE = {"recompute.kind": "selective"}
+KEEPS_ATTENTION = SELECTIVE | {"recompute.keep": ["attention", "norm"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        ({"attention.backend": "flex"}, "flash_attn or sdpa or reference or recompute.keep=[matmul]"),
+        (
+            {"attention.backend": "flash_attn", "attention.kernel": "fa4"},
+            "attention.kernel=fa3 or attention.kernel=fa2 or attention.kernel=auto or recompute.keep=[matmul]",
+        ),
+    ],
+)
+def test_results_that_cannot_be_kept_are_not_asked_for_in_vain(make_config, make_machine, words, cure) -> None:
+    """Asked for by name: refused. By default: left out, said so, and the forecast follows."""
+    machine = make_machine(**cuda_facts())
+    found = problem_of(lambda: make_plan(make_config(words | KEEPS_ATTENTION), machine))
+    assert "selective recompute cannot keep its results" in found[1] and found[2] == cure
+    default = make_plan(make_config(words | SELECTIVE), machine)
+    assert default.recompute == RecomputeConfig(RecomputeKind.SELECTIVE, ("matmul",))
+    (said,) = (choice for choice in default.choices if choice.key == "recompute.keep")
+    assert said.value == "matmul" and said.reason.startswith("without attention: ")
+    without = make_plan(make_config(words | SELECTIVE | {"recompute.keep": ["matmul"]}), machine)
+    assert without.recompute == default.recompute and without.forecast == default.forecast
+    assert not [choice for choice in without.choices if choice.key == "recompute.keep"]
+    scored = make_plan(make_config(words | KEEPS_ATTENTION), machine, training=False)
+    assert scored.recompute.keep == ("norm",)
+
+
+def test_the_option_selective_asks_for_nothing_by_name() -> None:
+    chosen = compose_config(["recompute=selective"]).config.recompute
+    assert chosen == RecomputeConfig(RecomputeKind.SELECTIVE, ("attention", "matmul"), keep_is_default=True)
+    named = compose_config(["recompute=selective", "recompute.keep=[attention,matmul]"]).config.recompute
+    assert named == RecomputeConfig(RecomputeKind.SELECTIVE, ("attention", "matmul"))
+
+
+def test_auto_takes_what_can_be_kept(make_config, make_machine) -> None:
+    default = make_plan(make_config(SELECTIVE), make_machine(**cuda_facts()))
+    assert (default.attention_kernel, default.recompute.keep) == ("fa4", ("matmul",))
+    kept = make_plan(make_config(KEEPS_ATTENTION), make_machine(**cuda_facts()))
+    assert (kept.attention_kernel, kept.recompute.keep) == ("fa3", ("attention", "norm"))
+    only_fa4 = make_plan(make_config(KEEPS_ATTENTION), make_machine(**cuda_facts(packages=EVERYTHING[:1])))
+    assert (only_fa4.attention_backend, only_fa4.recompute.keep) == ("sdpa", ("attention", "norm"))
+    on_cpu = make_plan(make_config(SELECTIVE), make_machine(options=CPU_OPTIONS))
+    assert on_cpu.recompute == RecomputeConfig(RecomputeKind.SELECTIVE, ("attention", "matmul"))
+
+
+def test_the_plan_knows_where_heads_are_repeated(make_config, make_machine) -> None:
+    words = {"attention.backend": "sdpa", "precision.kind": "bf16", "accumulation.micro_batch_size": 4}
+    words |= {"model.attention.num_kv_heads": 1, "model.attention.window": 32, "model.vocab_size": 258}
+    on_cuda, on_cpu = make_machine(**cuda_facts()), make_machine(options=CPU_OPTIONS)
+    plans = [make_plan(make_config(words), machine).forecast.activations for machine in (on_cuda, on_cpu)]
+    assert plans[0] > plans[1]
 
 
 def test_a_trained_model_is_used_with_what_is_here(make_config, make_machine) -> None:

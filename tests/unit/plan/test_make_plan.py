@@ -278,3 +278,16 @@ def test_nothing_fits_until_recomputed(make_config, make_machine) -> None:
     _, _, cure = problem_of(lambda: make_plan(make_config(words), machine))
     assert cure.startswith("recompute=full (needs ")
     assert make_plan(make_config(words | {"recompute.kind": "full"}), machine).batch.micro_batch_size == 1
+
+
+def test_missing_packages_are_told_together_each_with_its_command(make_config, make_machine) -> None:
+    reason = "the package {0} is not installed (pip install {0})"
+    options = {f"tracker={name}": Availability(False, reason.format(name)) for name in ("wandb", "tensorboard")}
+    config = make_config({"tracker.wandb.enabled": True, "tracker.tensorboard.enabled": True})
+    with pytest.raises(PlanError) as caught:
+        make_plan(config, make_machine(options=options))
+    assert [(problem.what, problem.cure) for problem in caught.value.problems] == [
+        ("tracker=wandb", "pip install wandb"),
+        ("tracker=tensorboard", "pip install tensorboard"),
+    ]
+    assert all("not available on" not in problem.rule for problem in caught.value.problems)

@@ -16,12 +16,14 @@ from llmtrain.data.synthetic import SyntheticRows
 from llmtrain.metrics.memory import MemorySummary, StorageLedger
 from llmtrain.model.init import materialize
 from llmtrain.model.transformer import Transformer
+from llmtrain.ops import attention_sdpa
 from llmtrain.ops.attention import attention_backend
 from llmtrain.ops.blocked_attention import QUERIES_PER_BLOCK, SCORES_PER_BLOCK
 from llmtrain.ops.cross_entropy import build_loss
 from llmtrain.ops.random import DropoutKey
 from llmtrain.optim.build import build_optimizer
 from llmtrain.parallel.recompute import OPERATION_FAMILIES, apply_recompute
+from llmtrain.plan import activations
 from llmtrain.plan.activations import FUSED_ATTENTION, Workload, block_rows, bytes_kept
 from llmtrain.plan.make_plan import make_plan
 from llmtrain.plan.memory import forecast_memory, instants, mask_bytes
@@ -253,6 +255,52 @@ def test_forecast_of_an_update_is_what_the_ledger_measures(make_config, case) ->
     assert forecast.optimizer == measured.at_peak["optimizer"]
     # Too low is worse than too high, so the band is not symmetric.
     assert 0.98 * measured.peak_bytes < forecast.total < 1.08 * measured.peak_bytes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "family", [{}, {"model.attention.qk_norm": True}, WINDOWS, GPT2], ids=["plain", "qk_norm", "windows", "gpt2"]
+)
+def test_repeated_key_and_value_heads_are_forecast(make_config, monkeypatch, family, precision) -> None:
+    """What sdpa does on CUDA with grouped heads and a mask or fp32, made to happen here."""
+    grouped = LONG | {"model.attention.num_heads": 8, "model.attention.num_kv_heads": 1}
+    base = workload(make_config(grouped | family), precision, "sdpa", 4)
+    assert not base.repeats_groups
+    monkeypatch.setattr(attention_sdpa, "repeats_groups", lambda **_: True)
+    monkeypatch.setattr(activations, "repeats_groups", lambda **_: True)
+    assert base.repeats_groups
+    for kind, keep in (("none", ()), ("selective", ("attention",)), ("selective", ("matmul",))):
+        work = replace(base, recompute=RecomputeConfig(RecomputeKind(kind), keep))
+        two, three = (replace(work, model=replace(work.model, num_layers=layers)) for layers in (2, 3))
+        measure = bytes_saved if kind == "none" else bytes_held
+        assert measure(three) - measure(two) == bytes_kept(work)
+    wide = grouped | family | {"model.attention.head_dim": 64, "model.feed_forward.hidden_dim": 64, "recompute.kind": "full"}
+    peaks_in_attention = workload(make_config(wide | {"loss.kind": "chunked", "loss.chunk_size": 64}), precision, "sdpa", 4, 2)
+    for work in (base, peaks_in_attention):
+        measured = measure_update(work).peak_bytes
+        assert 0.98 * measured < forecast_memory(work).total < 1.08 * measured
+
+
+def test_when_key_and_value_heads_are_repeated(make_config) -> None:
+    grouped = TINY | {"model.attention.num_kv_heads": 1}
+    rows = replace(workload(make_config(grouped), "bf16", "sdpa", 1), device="cuda")
+    windowed = replace(workload(make_config(grouped | WINDOWS), "bf16", "sdpa", 1), device="cuda")
+    repeated = (
+        replace(rows, document_mask=True),
+        replace(rows, precision=PRECISION_TABLES["fp32"]),
+        replace(rows, attention_kernel="memory_efficient"),
+        windowed,
+    )
+    assert all(work.repeats_groups for work in repeated)
+    as_they_are = (
+        rows,
+        replace(windowed, device="cpu"),
+        replace(windowed, sequence_length=40),  # no sequence is longer than the window
+        replace(windowed, attention_kernel="cudnn"),
+        replace(windowed, attention_backend="flash_attn"),
+        replace(workload(make_config(TINY | WINDOWS), "bf16", "sdpa", 1), device="cuda"),
+    )
+    assert not any(work.repeats_groups for work in as_they_are)
 
 
 @pytest.mark.parametrize("packing", Packing)

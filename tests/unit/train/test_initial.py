@@ -65,6 +65,38 @@ def test_what_is_set_beside_it_wins_and_has_to_fit(tmp_path, first):
     assert "model.init_from" in str(caught.value)
 
 
+def test_the_marks_around_texts_come_with_the_tokenizer(tmp_path, text):
+    run(*run_words(text, tmp_path, "bare", *WORDS, "data.bos=false", "data.eos=false"))
+    named = f"model.init_from={tmp_path / 'bare'}"
+    composed = compose_config([named])
+    assert composed.config.data.bos is False and composed.config.data.eos is False
+    assert composed.origins["data.bos"].startswith(f"{tmp_path / 'bare'}/config.yaml:")
+    assert compose_config([named, "data.bos=true"]).config.data.bos is True
+    assert compose_config([named, "tokenizer=byte"]).config.data.eos is True
+    assert compose_config([named, "data=synthetic"]).config.data.eos is True
+    assert compose_config([named, "data=tokens", "data.path=x"]).config.data.eos is True
+
+
+def test_another_tokenizer_than_that_of_the_weights_is_refused(tmp_path, first):
+    other = ("tokenizer=bpe", "tokenizer.vocab_size=280")  # as many tokens, learnt from the other text
+    with pytest.raises(ConfigError, match="other tokens in its rows") as caught:
+        begin(tmp_path, first, "second", *STILL, *other)
+    assert "leave the tokenizer section out, or run.on_change=continue" in str(caught.value)
+    code, printed = begin(tmp_path, first, "second", *STILL, *other, "run.on_change=continue")
+    assert code == 0 and "warning 1  another tokenizer" in printed
+    code, printed = begin(tmp_path, first, "third", *STILL)
+    assert code == 0 and "another tokenizer" not in printed
+
+
+def test_a_changed_function_is_told(tmp_path, first):
+    harmless = ("model.dropout.residual=0.1", "model.init_std=0.5", "model.depth_scaled_init=false")
+    _, printed = begin(tmp_path, first, "second", *STILL, "model.rope.theta=500", "model.norm_eps=1e-3", *harmless)
+    changed = [line.split("changed ")[1].strip() for line in printed.splitlines() if "changed " in line]
+    assert changed == ["model.norm_eps: 1e-05 -> 0.001", "model.rope.theta: 10000.0 -> 500.0"]
+    _, printed = begin(tmp_path, first, "third", *STILL, *harmless)
+    assert "  changed  " not in printed
+
+
 def test_a_position_table_keeps_its_rows(tmp_path, text):
     run(*run_words(text, tmp_path, "table", *WORDS, "model.position=learned"))
     model = compose_config([f"model.init_from={tmp_path / 'table'}", "data.sequence_length=16"]).config.model

@@ -51,12 +51,33 @@ def test_the_page_trains_and_generates(
 
 def test_the_page_is_typed(tmp_path: Path) -> None:
     script = tmp_path / "page.py"
-    script.write_text(page_script() + "\nreveal_type(llmtrain.train)\nreveal_type(llmtrain.load_run)\n")
+    script.write_text(page_script() + "\nreveal_type(llmtrain.train.__call__)\nreveal_type(llmtrain.load_run)\n")
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "setup.cfg"), str(script)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     for revealed in ("-> llmtrain.config.errors.ExitCode", "-> llmtrain.train.saved_run.SavedRun"):
         assert revealed in done.stdout
+
+
+def test_the_package_train_is_typed_as_a_function_and_as_a_package(tmp_path: Path) -> None:
+    script = tmp_path / "uses.py"
+    script.write_text(
+        "from typing import assert_type\nimport llmtrain\nimport llmtrain.train.build\nimport llmtrain.train.api\n"
+        "from llmtrain import train\nfrom llmtrain.config.errors import ExitCode\nfrom llmtrain.train import api, build\n"
+        "composed = llmtrain.compose_config([])\n"
+        "assert_type(llmtrain.train(composed), ExitCode)\nassert_type(train(composed), ExitCode)\n"
+        "llmtrain.train.build.train\nllmtrain.train.api.load_run\nbuild.train\napi.train\n"
+        "train(3)  # type: ignore[arg-type]\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "setup.cfg"), str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_train_goes_to_other_processes() -> None:
+    """As an argument of a process pool it is pickled, as a default of a config deep-copied."""
+    code = "import copy, pickle, llmtrain\nassert pickle.loads(pickle.dumps(llmtrain.train)) is llmtrain.train"
+    subprocess.run([sys.executable, "-c", f"{code} is copy.deepcopy(llmtrain.train)"], cwd=ROOT, check=True)
 
 
 def test_names_come_without_torch() -> None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from helpers.material import write_tokenizer
 from helpers.runs import records, run, run_words, saved, write_text
 
 from llmtrain.config.compose import compose_config
@@ -88,7 +89,7 @@ def test_other_text_is_scored_whole_with_the_tokenizer_of_the_run(folder, tmp_pa
     result = evaluate(folder, "data=text", f"data.path={other}", f"data.cache_dir={tmp_path / 'cache'}")
     num_bytes = sum(file.stat().st_size for file in other.iterdir())
     assert result["targets"] == num_bytes + 2 * 5 - 1  # a begin and an end token for each document
-    assert "other" in result["data"] and result["loss"] > 0
+    assert result["data"] == f"all of {other}" and result["loss"] > 0
     held_out = evaluate(
         folder, "data=text", f"data.path={other}", f"data.cache_dir={tmp_path / 'cache'}", "data.validation_fraction=0.5"
     )
@@ -98,3 +99,14 @@ def test_other_text_is_scored_whole_with_the_tokenizer_of_the_run(folder, tmp_pa
 def test_longer_rows_of_the_own_text(folder):
     longer = evaluate(folder, "data.sequence_length=64")
     assert longer["targets"] == evaluate(folder)["targets"] and longer["loss"] != evaluate(folder)["loss"]
+
+
+def test_the_tokenizer_file_is_not_needed_any_more(tmp_path):
+    """The checkpoint has the tokenizer."""
+    write_tokenizer(tmp_path / "tokenizer.json", [("a", "b")])
+    words = ("tokenizer=file", f"tokenizer.path={tmp_path / 'tokenizer.json'}", "tokenizer.eos_token=<end>")
+    run(*run_words(write_text(tmp_path / "text"), tmp_path, "a", *WORDS, *words))
+    before = evaluate(tmp_path / "a")["loss"]
+    (tmp_path / "tokenizer.json").unlink()
+    assert evaluate(tmp_path / "a")["loss"] == before
+    assert isinstance("".join(generate_text(tmp_path / "a", compose_config(("generate.max_tokens=5",)).config)), str)
