@@ -273,12 +273,11 @@ def _tokenizer(job: Preparation, beat: Heartbeat) -> Tokenizer:
     if isinstance(job.tokenizer, Tokenizer):
         return job.tokenizer
     path = job.staging / LEARNT
-    try:
+    # Absent, torn or of other text: then it is learnt, as if no earlier process had been here.
+    with suppress(OSError, ValueError, KeyError):
         stored = read_json(path)
         if stored["key"] == job.shard_key:
             return load_tokenizer(stored["tokenizer"])
-    except (OSError, ValueError, KeyError):
-        pass
     beat.status("learning the vocabulary")
     tokenizer = train_tokenizer(job.tokenizer, job.text.training_text, beat.status)
     write_json(path, {"key": job.shard_key, "tokenizer": tokenizer.to_json()})
@@ -293,7 +292,9 @@ def _check_splits(job: Preparation, shards: Sequence[Mapping[str, Any]], bad: Ba
             facts = [f"{sum(documents.values())} documents", describe_bad(bad.to_dict()), job.text.held_out]
             rule = f"nothing is left for {name}: {', '.join(fact for fact in facts if fact)}"
             cure = f"{cure} data.validation_fraction, or data.validation_path=FILE_OR_FOLDER"
-            if job.text.held_out == VALIDATION_PATH:
+            if not any(documents.values()) and isinstance(job.data.source, RecordData):
+                cure = "data.text_field=NAME of the text, if the records have another; data.on_bad=error stops at the first bad one"
+            elif job.text.held_out == VALIDATION_PATH:
                 cure = "a path that holds documents"
             raise DataError(Problem(job.text.name, rule, cure))
 

@@ -48,9 +48,7 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None
     Raises:
         PlanError: degrees, batch, memory, schedule, vocabulary or a named option do not fit; says what would.
     """
-    missing = [problem for key, value in _chosen_options(config) for problem in _unavailable(key, value, machine)]
-    if missing:
-        raise PlanError(*missing)
+    _refuse_missing(config, machine)
     model, vocab_choices = _settle_vocab(config, vocab_size)
     precision_name, precision_choices = _settle_precision(config.precision, machine)
     backend, kernel, attention_choices = settle_attention(config, precision_name, machine, training=training)
@@ -212,6 +210,13 @@ def _settle_precision(asked: str, machine: Machine) -> tuple[str, Choices]:
     if machine.bf16_native:
         return "bf16", [Choice("precision", "bf16", f"this {machine.device} multiplies bf16 natively")]
     return "fp32", [Choice("precision", "fp32", f"this {machine.device} does not multiply bf16 natively")]
+
+
+def _refuse_missing(config: Config, machine: Machine) -> None:
+    """Raise PlanError for everything chosen that the machine lacks, all at once."""
+    missing = [problem for key, value in _chosen_options(config) for problem in _unavailable(key, value, machine)]
+    if missing:
+        raise PlanError(*missing)
 
 
 def _unavailable(key: str, value: str, machine: Machine) -> list[Problem]:

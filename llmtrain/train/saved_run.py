@@ -40,6 +40,7 @@ from llmtrain.train.machine import detect_machine
 from llmtrain.train.memory_errors import explained_memory_errors
 from llmtrain.train.origin import end_ids
 from llmtrain.train.run_folder import existing_run_folder
+from llmtrain.train.signals import stop_signals_raise
 
 LARGEST_EXPONENT = math.log(sys.float_info.max)
 
@@ -113,6 +114,7 @@ def evaluate_run(path: Path, composed: Composed, progress: Callable[[str], None]
     Raises:
         ConfigError, StorageError: see `load_run`.
         DataError: no text there; or the run's own text is not what it was.
+        StoppedError: SIGTERM, SIGUSR1 or SIGHUP came while text was prepared.
     """
     config = composed.config
     progress("loading the checkpoint")
@@ -122,14 +124,15 @@ def evaluate_run(path: Path, composed: Composed, progress: Callable[[str], None]
     # the file it was read from.
     learnt = isinstance(run.config.tokenizer, LearntTokenizerConfig | StoredTokenizerConfig)
     tokenizer = run.config.tokenizer if own_text and learnt else run.tokenizer
-    corpus = build_corpus(
-        data,
-        tokenizer,
-        seed=run.config.run.seed,
-        vocab_size=run.config.model.vocab_size,
-        progress=progress,
-        prepare=replace(run.config.prepare, path=None, workers=config.prepare.workers) if own_text else config.prepare,
-    )
+    with stop_signals_raise():
+        corpus = build_corpus(
+            data,
+            tokenizer,
+            seed=run.config.run.seed,
+            vocab_size=run.config.model.vocab_size,
+            progress=progress,
+            prepare=replace(run.config.prepare, path=None, workers=config.prepare.workers) if own_text else config.prepare,
+        )
     if own_text and run.data_fingerprint not in ("", corpus.fingerprint):
         rule = "its validation text, tokenizer or packing is not what the run was trained with, so the loss would mean nothing"
         raise DataError(Problem(f"the data of {path} has changed", rule, "the text the run was started with"))

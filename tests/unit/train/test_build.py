@@ -46,3 +46,11 @@ def test_bad_records_are_a_warning_with_places(tmp_path, policy):
     told = " ".join(printed.split())
     assert "1 bad record (1 null instead of a text) left out, for example" in told and "bad.jsonl:31" in told
     assert ("copies in" in told and "quarantine.jsonl" in told) == (policy == "quarantine")
+
+
+def test_a_field_that_no_record_has_is_what_the_message_is_about(tmp_path):
+    write_material(tmp_path)
+    words = ("data.kind=jsonl", f"data.path={tmp_path / 'good.jsonl'}", "data.on_bad=skip", "data.text_field=txt")
+    with pytest.raises(DataError) as caught:
+        run(*run_words(tmp_path, tmp_path, "a", *words))
+    assert "60 bad records" in str(caught.value) and "try   data.text_field=NAME" in str(caught.value)

@@ -1,6 +1,8 @@
 """A run folder looked at again, from other folders, with other checkpoints, with text that has changed."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -8,8 +10,9 @@ from helpers.material import write_tokenizer
 from helpers.runs import records, run, run_words, saved, write_text
 
 from llmtrain.config.compose import compose_config
-from llmtrain.config.errors import ConfigError, DataError, StorageError
+from llmtrain.config.errors import ConfigError, DataError, ExitCode, StoppedError, StorageError
 from llmtrain.config.typed import LaunchConfig
+from llmtrain.train import saved_run
 from llmtrain.train.saved_run import evaluate_run, generate_text, load_run
 
 WORDS = (
@@ -110,3 +113,14 @@ def test_the_tokenizer_file_is_not_needed_any_more(tmp_path):
     (tmp_path / "tokenizer.json").unlink()
     assert evaluate(tmp_path / "a")["loss"] == before
     assert isinstance("".join(generate_text(tmp_path / "a", compose_config(("generate.max_tokens=5",)).config)), str)
+
+
+def test_b55_a_scheduler_may_stop_the_preparation_of_other_text(folder, tmp_path, monkeypatch):
+    def stopped(*arguments, **keys):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal was not seen")
+
+    monkeypatch.setattr(saved_run, "build_corpus", stopped)
+    with pytest.raises(StoppedError) as caught:
+        evaluate(folder, "data=text", f"data.path={write_text(tmp_path / 'other')}")
+    assert caught.value.exit_code is ExitCode.REQUEUE
