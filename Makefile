@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check test test-slow clean
+.PHONY: help install demo check test test-slow test-slurm clean
 
 help:  ## this list
 	@echo "make TARGET [PY=python3.11] [ARGS='words for the command']"
@@ -27,11 +27,14 @@ check: $(STAMP)  ## lint, format, types, import layers, size limits
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_limits.py
 
-test: $(STAMP)  ## all tests but the slow ones and those that need a GPU; ARGS: words for pytest
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+test: $(STAMP)  ## all tests but the slow ones and those that need a GPU or Slurm; ARGS: words for pytest
+	$(BIN)/python -m pytest -m "not slow and not gpu and not slurm" $(ARGS)
 
 test-slow: $(STAMP)  ## the slow tests only
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not slurm" $(ARGS)
+
+test-slurm: $(STAMP)  ## the tests on a Slurm that they start; needs root and slurm-wlm (slurmctld, slurmd, srun)
+	$(BIN)/python -m pytest -m slurm $(ARGS)
 
 clean:  ## remove .venv, caches and build products; runs/ stays
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -16,6 +16,7 @@ import torch
 
 from llmtrain.config.compose import compose_config
 from llmtrain.data.corpus import build_corpus
+from llmtrain.dist.ranks import alone
 from llmtrain.dist.runtime import configure_process
 from llmtrain.metrics.memory import MemorySummary, StorageLedger
 from llmtrain.metrics.throughput import Clock
@@ -53,15 +54,16 @@ def measure(words: list[str], repeats: int, clock: Clock) -> tuple[dict[str, lis
     plan = make_plan(config, detect_machine(config.launch), vocab_size=corpus.tokenizer.vocab_size)
     configure_process(threads=plan.threads, deterministic=False)
     ledger = StorageLedger(torch.device(plan.device))
-    engine = build_engine(config, plan, ledger)
+    engine = build_engine(config, plan, ledger, alone())
     microbatches = [corpus.train.batch(part.first, part.count) for part in microbatch_ranges(plan.batch, 0)]
+    num_targets = sum(batch.num_targets for batch in microbatches)
     seconds: dict[str, list[float]] = {"off": [], "on": []}
     for update in range(1, repeats + WARMUP + 1):
         before = clock()
-        engine.train_step(update, microbatches)
+        engine.train_step(update, microbatches, num_targets)
         between = clock()
         with ledger.window():
-            engine.train_step(update, microbatches)
+            engine.train_step(update, microbatches, num_targets)
         after = clock()
         if update > WARMUP:
             seconds["off"].append(between - before)

@@ -25,6 +25,7 @@ from llmtrain.config.compose import compose_config
 from llmtrain.config.typed import Config
 from llmtrain.data.corpus import Corpus, build_corpus
 from llmtrain.data.loader import Batch
+from llmtrain.dist.ranks import alone
 from llmtrain.dist.runtime import configure_process
 from llmtrain.metrics.console import PlainConsole
 from llmtrain.metrics.memory import NoLedger
@@ -48,7 +49,8 @@ WARM_UP = 5
 
 def trainer_seconds(config: Config, plan: Plan, corpus: Corpus, updates: int, folder: Path) -> float:
     """Seconds of `updates` updates by the Trainer, after `WARM_UP` more."""
-    engine = build_engine(config, plan, NoLedger())
+    world = alone()
+    engine = build_engine(config, plan, NoLedger(), world)
     device = torch.device(plan.device)
     console = PlainConsole(io.StringIO())
     sink = open_sink(folder / "metrics.jsonl")
@@ -59,6 +61,7 @@ def trainer_seconds(config: Config, plan: Plan, corpus: Corpus, updates: int, fo
         trackers=Trackers(console.warn),
         ledger=NoLedger(),
         device_meter=DeviceMeter(device),
+        comm_meter=world.collectives.meter,
         peak_flops=1.0,
         throughput=Throughput(),
     )
@@ -79,6 +82,7 @@ def trainer_seconds(config: Config, plan: Plan, corpus: Corpus, updates: int, fo
             state=state,
             reporter=reporter,
             stop=StopSignals(),
+            world=world,
         )
         began = time.perf_counter()
         trainer.fit()
@@ -97,7 +101,7 @@ class _NoSave(Trainer):
 
 def bare_seconds(config: Config, plan: Plan, corpus: Corpus, updates: int) -> float:
     """Seconds of `updates` updates of a loop with nothing around them, after `WARM_UP` more."""
-    engine = build_engine(config, plan, NoLedger())
+    engine = build_engine(config, plan, NoLedger(), alone())
     model, loss_function = engine.model, build_loss(plan.loss, plan.precision)
     optimizer = build_optimizer(config.optimizer, model.named_parameters())
     batches = [_update_batches(plan, corpus, number) for number in range(WARM_UP + updates)]

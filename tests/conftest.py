@@ -1,8 +1,22 @@
-"""What holds for every test: those marked `gpu` are skipped, with the reason, where there is no CUDA device."""
+"""What holds for every test: the ranks that tests share, and those marked `gpu` are skipped, with the reason, without a CUDA device."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+
 import pytest
+from helpers.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Forks ranks on request, in a process that has torch imported; the only way a test gets several processes of a training."""
+    if sys.platform != "linux":
+        pytest.skip("the server of ranks keeps its processes together by means of Linux")
+    pool = RankPool()
+    yield pool
+    pool.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

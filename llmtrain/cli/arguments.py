@@ -19,7 +19,7 @@ OPTIONS = {
     "--version": "print the version",
     "--cfg": "job: print the composed config instead of running, with where each key was set",
     "--resolve": "with --cfg job: values only, as config.yaml of a run folder holds them",
-    "--multirun": "run every combination of swept values, one after another",
+    "--multirun": "run every combination of swept values, sweep.jobs at a time",
     "--config-dir": "folder with options of your own, laid out like configs/; may be given more than once",
     "--config-name": "file with the defaults list, in place of train",
     "--completion": f"print the completion script for {', '.join(SHELLS)}",

@@ -11,7 +11,7 @@ from importlib import import_module
 from llmtrain import __version__
 from llmtrain.cli.arguments import Arguments, parse_arguments
 from llmtrain.cli.verbs import VERBS
-from llmtrain.config.errors import ExitCode, LlmtrainError
+from llmtrain.config.errors import ExitCode, LlmtrainError, PeerError
 
 
 def dispatch(argv: Sequence[str]) -> int:
@@ -20,6 +20,9 @@ def dispatch(argv: Sequence[str]) -> int:
         code = _carry_out(parse_arguments(argv))
         sys.stdout.flush()
         return code
+    except PeerError as error:
+        # Told by the rank it happened on.
+        return int(error.exit_code)
     except LlmtrainError as error:
         print(error, file=sys.stderr)
         return int(error.exit_code)

@@ -16,6 +16,7 @@ from llmtrain.cli.verbs import NOT_AVAILABLE
 from llmtrain.config.compose import group_options
 from llmtrain.config.keys import choice_key
 from llmtrain.config.schema import GROUPS
+from llmtrain.dist.world import SLURM, TORCHRUN
 from llmtrain.plan.attention import ATTENTION, AUTO, Use, refusal
 from llmtrain.plan.plan import Availability, Machine
 
@@ -25,6 +26,8 @@ PACKAGES = (
 )
 AVAILABLE = Availability(True)
 LATER = Availability(False, NOT_AVAILABLE)
+STARTERS = {TORCHRUN: f"{TORCHRUN}, of torchrun or a script", SLURM: f"{SLURM}, of srun"}
+"""Where the number of processes comes from, in the words of somebody who asks who started them."""
 
 
 def run(arguments: Arguments) -> int:
@@ -104,10 +107,10 @@ def _page(report: Mapping[str, Any], machine: Machine) -> list[str]:
     device = f"{machine.device} · {machine.device_name} · {machine.num_devices}   ({machine.device_reason})"
     facts = [
         ("device", device),
-        ("memory", f"{machine.memory_bytes / 2**30:.1f} GiB"),
+        ("memory", f"{machine.memory_bytes / 2**30:.1f} GiB{' for each rank' if machine.local_world_size > 1 else ''}"),
         ("cores", str(machine.cores)),
         ("bf16", "native" if machine.bf16_native else "not native"),
-        ("processes", f"{machine.world_size}   ({machine.world_source})"),
+        ("processes", _processes(machine)),
     ]
     width = page_width()
     lines = [f"llmtrain {__version__} doctor", "", *name_rows(list(report["versions"].items()), width, "versions"), ""]
@@ -115,6 +118,15 @@ def _page(report: Mapping[str, Any], machine: Machine) -> list[str]:
     for group, options in report["options"].items():
         lines += name_rows(_by_answer(options) or [("–", NOT_AVAILABLE)], width, group)
     return lines
+
+
+def _processes(machine: Machine) -> str:
+    """How many, what says so, and where they are."""
+    words = [STARTERS.get(machine.world_source, machine.world_source)]
+    if machine.world_size > 1:
+        hosts = "1 host" if machine.num_nodes == 1 else f"{machine.num_nodes} hosts"
+        words.append(f"{machine.local_world_size} on this host, {hosts}")
+    return f"{machine.world_size}   ({'; '.join(words)})"
 
 
 def _by_answer(options: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmtrain.cli.arguments import Arguments
@@ -12,6 +13,7 @@ from llmtrain.config.compose import Composed, compose_config
 from llmtrain.config.errors import ConfigError, Problem
 from llmtrain.config.suggest import either, nearest_words
 from llmtrain.config.sweep import split_word
+from llmtrain.dist.world import read_launch
 
 RUN_FILE = "config.yaml"
 """The file that makes a folder a run folder."""
@@ -21,27 +23,53 @@ def compose(arguments: Arguments) -> Composed:
     """The config of this command line.
 
     Raises:
-        ConfigError: any problem of the config, or a key the verb does not read.
+        ConfigError: any problem of the config, a key the verb does not read, or several processes for a verb that is one.
     """
-    refuse_unread(VERBS[arguments.verb], arguments.words)
-    return compose_config(
+    verb = VERBS[arguments.verb]
+    refuse_unread(verb, arguments.words, multirun=arguments.multirun)
+    composed = compose_config(
         arguments.words,
         config_name=arguments.config_name,
         config_dirs=arguments.config_dirs,
         positions=arguments.positions,
     )
+    if not (verb.on_ranks or arguments.cfg):
+        _refuse_ranks(verb, composed, os.environ)
+    return composed
 
 
-def refuse_unread(verb: Verb, words: Sequence[str]) -> None:
+def refuse_unread(verb: Verb, words: Sequence[str], *, multirun: bool = False) -> None:
     """Raise ConfigError for words that would be ignored: every one is named, with who reads it."""
-    unread = [word for word in words if not verb.reads(split_word(word).key)]
-    if unread:
-        raise ConfigError(*(Problem(word, _what_is_read(verb), _reader(word)) for word in unread))
+    keys = {word: split_word(word).key for word in words}
+    problems = [Problem(word, _what_is_read(verb, key), _reader(word)) for word, key in keys.items() if not verb.reads(key)]
+    if verb.reads("sweep") and not multirun:
+        rule = "only with -m, which runs every combination of the values of a sweep"
+        sweeping = [word for word, key in keys.items() if key.partition(".")[0] == "sweep"]
+        problems += [Problem(word, rule, f"leave it out, or llmtrain -m {shlex.quote(word)}") for word in sweeping]
+    if problems:
+        raise ConfigError(*problems)
 
 
-def _what_is_read(verb: Verb) -> str:
+def _refuse_ranks(verb: Verb, composed: Composed, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where several processes were started, or are asked for, to do the work of one."""
+    rule = f"{verb.name} runs in one process"
+    launched = read_launch(environ, None)
+    if launched.world_size > 1:
+        cure = f"llmtrain {verb.name} by itself, without torchrun or srun"
+        raise ConfigError(
+            Problem(f"{launched.source}={launched.world_size}", f"{rule}: each of these would do the whole work", cure)
+        )
+    nproc = composed.config.launch.nproc or 1
+    # A file may say how a training is launched; a verb that does not read that has no reason to refuse it.
+    if nproc > 1 and verb.reads("launch.nproc"):
+        raise ConfigError(Problem(f"launch.nproc={nproc}", rule, "launch.nproc=1", composed.origins.get("launch.nproc", "")))
+
+
+def _what_is_read(verb: Verb, key: str) -> str:
     if verb.sections is None:
         return f"{verb.name} reads neither {', '.join(verb.unread[:-1])} nor {verb.unread[-1]}"
+    if key.partition(".")[0] in verb.sections:
+        return f"{verb.name} does not read {', '.join(verb.unread)}"
     *first, last = verb.sections
     rule = f"{verb.name} reads {', '.join(first)} and {last} only"
     return f"{rule}; the rest comes from the run folder's {RUN_FILE}" if verb.folders else rule

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import signal
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,14 @@ from typing import Any
 
 from llmtrain.cli.text import align
 from llmtrain.config.errors import ExitCode
+from llmtrain.config.keys import path_keys
+from llmtrain.config.paths import user_path
 from llmtrain.metrics.sinks import read_metrics
+from llmtrain.train.run_changes import Change, find_changes
+from llmtrain.train.run_folder import RunFolder
 
 MIB = 2**20
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, STATUS_FILE = "metrics.jsonl", "status.json"
 ERROR, TRACEBACK = "error: ", "Traceback (most recent call last):"
 
 
@@ -81,10 +86,16 @@ class JobResult:
 
     def summary(self) -> str:
         """The row as a line by itself."""
-        val_loss, rate, peak, seconds, ended = self.cells(with_bits=False)
+        return f"{self.ended()} · {self.figures()}"
+
+    def figures(self) -> str:
+        """What came out, as part of a line."""
+        val_loss, rate, peak, seconds, _ = self.cells(with_bits=False)
+        if self.steps is None:
+            return f"{seconds} s"
         told = "" if self.bits_per_byte is None else f" = {self.bits_per_byte:.4f} bits/byte"
         damaged = f" · {self.damaged_records} damaged lines of metrics.jsonl left out" if self.damaged_records else ""
-        return f"{ended} · val loss {val_loss}{told} · {rate} tok/s · {peak} MiB · {seconds} s{damaged}"
+        return f"val loss {val_loss}{told} · {rate} tok/s · {peak} MiB · {seconds} s{damaged}"
 
 
 def read_result(folder: Path, log: Path, changed: Mapping[str, str], exit_code: int, seconds: float) -> JobResult:
@@ -113,10 +124,51 @@ def read_result(folder: Path, log: Path, changed: Mapping[str, str], exit_code: 
     )
 
 
+def ended_well(folder: Path) -> bool:
+    """Whether the last start into a run folder made all the updates it was asked for."""
+    return _document(folder / STATUS_FILE).get("code") == ExitCode.DONE
+
+
+def read_finished(folder: Path, log: Path, changed: Mapping[str, str], wire: Mapping[str, Any]) -> JobResult | None:
+    """The row of a job that ended well and that this config asks nothing more of; None where it is to be started.
+
+    Only places, and how ranks are launched, may differ. Whatever else differs the start itself has to judge.
+
+    Args:
+        folder: the job's run folder.
+        log: what it has printed in a sweep.
+        changed: its swept keys.
+        wire: its resolved config as it would be started now.
+
+    Raises:
+        StorageError: the folder cannot be read.
+    """
+    before = RunFolder(folder).read_config() if ended_well(folder) else None
+    if before is None or not all(_is_elsewhere(change) for change in find_changes(before, wire)):
+        return None
+    # How long the last start took: nothing is written into these two between its beginning and its end.
+    seconds = (folder / STATUS_FILE).stat().st_mtime - (folder / "config.yaml").stat().st_mtime
+    return read_result(folder, log, changed, ExitCode.DONE, max(0.0, seconds))
+
+
+def _is_elsewhere(change: Change) -> bool:
+    """Whether a change is one of launching, or no change: a run folder keeps paths absolute."""
+    if change.key in path_keys() and isinstance(change.new, str):
+        return str(user_path(change.new, change.key).absolute()) == change.old
+    return change.key.partition(".")[0] in ("launch", "sweep")
+
+
 def _reason(folder: Path, log: Path, exit_code: int) -> str:
-    """The reason the job wrote into `status.json`, else that in its output; where llmtrain is at fault, with the name of the log."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-    reason = str(_document(folder / "status.json").get("reason") or "").partition("\n")[0] or _printed_reason(lines)
+    """The reason the job wrote into `status.json`, that of any of its ranks, else what its output says.
+
+    A status with another exit code is that of an earlier start. Where llmtrain is at fault the log has more, and is named.
+    """
+    status = _document(folder / STATUS_FILE)
+    reason = str(status.get("reason") or "").partition("\n")[0] if status.get("code") == exit_code else ""
+    if not reason and exit_code < 0:
+        return f"ended by {signal.Signals(-exit_code).name}"
+    if not reason:
+        reason = _printed_reason(log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else [])
     return f"{reason} (see {log})" if exit_code == ExitCode.FAULT else reason
 
 

@@ -18,6 +18,8 @@ class Verb:
     """Config sections it reads; None = all of them."""
     unread: tuple[str, ...] = ()
     """Keys, or whole sections, among those that it does not read."""
+    on_ranks: bool = False
+    """Whether it may be started as several processes, or start them; any other refuses, since each would do the whole work."""
     built: bool = True
 
     @property
@@ -30,11 +32,14 @@ class Verb:
         Files are not looked at: one experiment may serve several verbs.
         """
         section = key.partition(".")[0]
-        return (self.sections is None or section in self.sections) and not {key, section} & set(self.unread)
+        hidden = any(key == name or key.startswith(f"{name}.") for name in self.unread)
+        return (self.sections is None or section in self.sections) and not hidden
 
 
 PHASES = ("before", "run", "prove", "after")
 DEFAULT_VERB = "train"
+FOR_RANKS = ("launch.timeout_seconds", "launch.env")
+"""What only matters to a verb that runs on several ranks."""
 NOT_AVAILABLE = "not available in this version"
 
 VERBS = {
@@ -45,6 +50,8 @@ VERBS = {
             "before",
             "versions, devices and every option, with the reason where one is not available",
             sections=("launch", "output"),
+            unread=FOR_RANKS,
+            on_ranks=True,
         ),
         Verb("plan", "before", "where memory and time will go", built=False),
         Verb(
@@ -60,6 +67,7 @@ VERBS = {
             "run",
             "train a model; with the run.name of an earlier run, resume it",
             unread=("evaluate", "convert", "generate.step", "generate.prompt", "prepare.path"),
+            on_ranks=True,
         ),
         Verb(
             "evaluate",
@@ -67,9 +75,16 @@ VERBS = {
             "score validation text with a checkpoint: the run's own, or what data=… names",
             ("RUN_FOLDER",),
             ("evaluate", "data", "prepare", "launch", "output"),
-            unread=("prepare.path",),
+            unread=("prepare.path", *FOR_RANKS),
         ),
-        Verb("generate", "run", "continue a prompt with a checkpoint", ("RUN_FOLDER",), ("generate", "launch", "output")),
+        Verb(
+            "generate",
+            "run",
+            "continue a prompt with a checkpoint",
+            ("RUN_FOLDER",),
+            ("generate", "launch", "output"),
+            unread=FOR_RANKS,
+        ),
         Verb("check", "prove", "same loss and gradients as one process", built=False),
         Verb("bench", "prove", "memory, speed and loss of combinations", built=False),
         Verb(

@@ -19,6 +19,8 @@ class ExitCode(IntEnum):
     DATA = 65
     FAULT = 70
     """An exception nobody wrote a message for: a fault of llmtrain, not of the config."""
+    LOST = 71
+    """A rank died or made no progress any more; what was saved is intact and the same command goes on from there."""
     STORAGE = 74
     REQUEUE = 75
     NUMERICS = 77
@@ -85,6 +87,21 @@ class StoppedError(LlmtrainError):
     """A signal came; what is finished is kept and the same command goes on."""
 
     exit_code = ExitCode.REQUEUE
+
+
+class RankLostError(LlmtrainError):
+    """A rank died, was killed or makes no progress."""
+
+    exit_code = ExitCode.LOST
+
+
+class PeerError(LlmtrainError):
+    """Another rank failed, and it is told there: this one ends with the same exit code and says nothing."""
+
+    def __init__(self, rank: int, code: ExitCode, reason: str = "") -> None:
+        super().__init__(f"rank {rank}: {reason or 'failed'}")
+        self.rank = rank
+        self.exit_code = code
 
 
 class NumericsError(LlmtrainError):

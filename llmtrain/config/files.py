@@ -28,6 +28,10 @@ NO_KEYS = ("defaults", "format_version")
 _DEFAULT = re.compile(r"((override|optional)\s+)*/?(?P<name>[^@]*)(@.*)?")
 
 
+class Entry(dict[str, Any]):
+    """One entry of a key that is a map, as `launch.env.NAME=VALUE` sets it; the others stay."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """One key as one source sets it."""

@@ -9,6 +9,8 @@ from llmtrain.config import schema, schema_data, schema_model
 from llmtrain.config.declare import AUTO
 from llmtrain.config.defaults import (
     DEFAULT_BPE_VOCAB_SIZE,
+    DEFAULT_BUCKET_MIB,
+    DEFAULT_FIRST_BUCKET_MIB,
     DEFAULT_GLOBAL_BATCH_SIZE,
     DEFAULT_MAX_DOCUMENT_BYTES,
     DEFAULT_STEPS,
@@ -23,6 +25,7 @@ from llmtrain.config.typed import (
     ChunkedLoss,
     Config,
     ConvertConfig,
+    DdpConfig,
     DropoutConfig,
     EvaluateConfig,
     FeedForwardConfig,
@@ -46,6 +49,7 @@ from llmtrain.config.typed import (
     RunConfig,
     ScheduleConfig,
     ScheduleKind,
+    SweepConfig,
     TrackerConfig,
     TrainConfig,
     WandbConfig,
@@ -79,7 +83,7 @@ from llmtrain.config.typed_data import (
 
 def build_config(wire: schema.Config) -> Config:
     """Freeze a wire config whose values `config/rules.py` has accepted."""
-    train, launch, run, layout = wire.train, wire.launch, wire.run, wire.parallelism
+    train, launch, run = wire.train, wire.launch, wire.run
     steps = DEFAULT_STEPS if train.steps is None and train.tokens is None else train.steps
     return Config(
         run=RunConfig(run.name, run.dir, run.seed, _one_of(run.on_change)),
@@ -96,12 +100,11 @@ def build_config(wire: schema.Config) -> Config:
         loss=_loss(wire),
         optimizer=_optimizer(wire),
         schedule=_schedule(wire.schedule),
-        parallelism=ParallelismConfig(
-            layout.kind, _number(layout.dp_replicate), _number(layout.dp_shard), layout.cp, layout.tp, layout.pp
-        ),
+        parallelism=_parallelism(wire.parallelism),
         checkpoint=CheckpointConfig(**vars(wire.checkpoint)),
         tracker=_tracker(wire.tracker),
-        launch=LaunchConfig(launch.nproc, launch.device, _number(launch.threads)),
+        launch=LaunchConfig(**vars(launch) | {"threads": _number(launch.threads), "env": dict(launch.env)}),
+        sweep=SweepConfig(**vars(wire.sweep)),
         evaluate=EvaluateConfig(**vars(wire.evaluate)),
         generate=GenerateConfig(**vars(wire.generate)),
         prepare=PrepareConfig(wire.prepare.path, _number(wire.prepare.workers), wire.prepare.shard_bytes),
@@ -250,6 +253,20 @@ def _accumulation(accumulation: schema.Accumulation) -> AccumulationConfig:
     if sequences is None and tokens is None:
         sequences = DEFAULT_GLOBAL_BATCH_SIZE
     return AccumulationConfig(sequences, tokens, _number(accumulation.micro_batch_size))
+
+
+def _parallelism(layout: schema.Parallelism) -> ParallelismConfig:
+    bucket = DEFAULT_BUCKET_MIB if layout.bucket_mib is None else layout.bucket_mib
+    first = min(DEFAULT_FIRST_BUCKET_MIB, bucket) if layout.first_bucket_mib is None else layout.first_bucket_mib
+    ddp = DdpConfig(
+        bucket_mib=bucket,
+        first_bucket_mib=first,
+        gradient_as_bucket_view=layout.gradient_as_bucket_view is not False,
+        static_graph=layout.static_graph is True,
+        compression=_one_of(layout.compression or "none"),
+    )
+    degrees = (_number(layout.dp_replicate), _number(layout.dp_shard), layout.cp, layout.tp, layout.pp)
+    return ParallelismConfig(layout.kind, *degrees, ddp=ddp)
 
 
 def _loss(wire: schema.Config) -> LossConfig:

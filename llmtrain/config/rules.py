@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from llmtrain.config import rules_data as data
+from llmtrain.config import rules_launch as launch
 from llmtrain.config import rules_model as model
 from llmtrain.config import schema
-from llmtrain.config.declare import AUTO
 from llmtrain.config.defaults import (
     DEFAULT_GLOBAL_BATCH_SIZE,
     DEFAULT_STEPS,
@@ -31,9 +31,6 @@ PAIRS = (("train.steps", "train.tokens"), ("accumulation.global_batch_size", "ac
 
 WRITTEN_PATHS = ("run.dir", "prepare.path")
 """Keys that name a folder to write into; those that name what is read are marked in the schema."""
-
-DEGREES = (*(f"parallelism.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")), "launch.nproc")
-"""Keys that say how many ranks there are along an axis, or in all."""
 
 Check = Callable[[schema.Config], Problem | None]
 
@@ -180,20 +177,6 @@ def wsd_phases_within_steps(wire: schema.Config) -> Problem | None:
     return Problem(f"schedule.decay_steps={decay}", rule, f"schedule.decay_steps={steps - warmup}, or a longer run")
 
 
-def one_process_only(wire: schema.Config, name: str) -> Problem | None:
-    degree = value_of(wire, name)
-    if not isinstance(degree, int) or degree == 1:
-        return None
-    return Problem(f"{name}={degree}", "not available in this version, which runs one process", f"{name}=1")
-
-
-def ddp_keeps_whole_copies(wire: schema.Config) -> Problem | None:
-    if wire.parallelism.dp_shard != AUTO:
-        return None
-    rule = "parallelism=ddp keeps a whole copy on every rank: dp_replicate takes the ranks, dp_shard is 1"
-    return Problem("parallelism.dp_shard=auto", rule, "parallelism.dp_shard=1")
-
-
 def greedy_sampling_has_no_candidates(wire: schema.Config) -> Problem | None:
     settings = wire.generate
     name = "top_k" if settings.top_k is not None else "top_p"
@@ -261,8 +244,10 @@ RULES = (
     Rule(data.plain_ids_need_a_vocabulary, ("tokenizer.kind", "model.vocab_size")),
     Rule(data.end_of_text_is_in_the_vocabulary, ("tokenizer.eos_id", "model.vocab_size")),
     Rule(data.synthetic_data_has_no_text, ("tokenizer.kind", "data.kind")),
-    *(Rule(partial(one_process_only, name=name), (name,)) for name in DEGREES),
-    Rule(ddp_keeps_whole_copies, ("parallelism.dp_shard", "parallelism.kind")),
+    *(Rule(partial(launch.one_data_axis_only, name=name), (name,)) for name in launch.OTHER_AXES),
+    Rule(launch.ddp_keeps_whole_copies, ("parallelism.dp_shard", "parallelism.kind")),
+    Rule(launch.first_bucket_is_no_larger, ("parallelism.first_bucket_mib", "parallelism.bucket_mib")),
+    Rule(launch.environment_is_plain, ("launch.env",)),
     Rule(trackers_are_on, tuple(f"tracker.wandb.{item.name}" for item in dataclasses.fields(schema.Wandb))),
     Rule(greedy_sampling_has_no_candidates, ("generate.temperature", "generate.top_k", "generate.top_p")),
 )

@@ -166,6 +166,31 @@ class Parallelism:
     )
     reduction: str = key("ring", "order in which gradients are summed over ranks", choices=("ring",), later=("canonical",))
     offload: str = key("none", "what lives in host memory", choices=("none",), later=("cpu",))
+    bucket_mib: Optional[float] = key(
+        None, "gradients that are summed over ranks in one call (default 25)", unit="MiB", gt=0, le=2**20, kinds=("ddp",)
+    )
+    first_bucket_mib: Optional[float] = key(
+        None,
+        "the same for the gradients that are ready first (default 1, at most bucket_mib)",
+        unit="MiB",
+        gt=0,
+        le=2**20,
+        kinds=("ddp",),
+    )
+    gradient_as_bucket_view: Optional[bool] = key(
+        None, "gradients live inside the buckets instead of beside them (default true)", kinds=("ddp",)
+    )
+    static_graph: Optional[bool] = key(
+        None,
+        "every update runs the same graph; the first one sums gradients after each micro-batch (default false)",
+        kinds=("ddp",),
+    )
+    compression: Optional[str] = key(
+        None,
+        "dtype gradients are sent in; bf16 halves the bytes and rounds (default none)",
+        choices=("none", "bf16"),
+        kinds=("ddp",),
+    )
 
 
 @dataclass
@@ -212,10 +237,22 @@ class Cluster:
 @dataclass
 class Launch:
     nproc: Optional[int] = key(None, "ranks to start on this machine", unit="ranks", ge=1, le=MAX_RANKS)
-    device: str = key(AUTO, "where tensors live", choices=(AUTO, "cpu", "cuda"), later=("mps",))
+    device: str = key(AUTO, "where tensors live", choices=(AUTO, "cpu", "cuda", "mps"))
     threads: Union[int, str] = key(AUTO, "CPU threads of a rank; auto = cores / ranks", unit="threads", ge=1, le=MAX_RANKS)
-    timeout_seconds: Optional[float] = key(None, "longest wait for another rank", unit="seconds", gt=0, built=False)
-    env: Dict[str, str] = key({}, "environment variables of the ranks", built=False)
+    timeout_seconds: float = key(
+        600.0,
+        "no rank making progress for this long ends the run and names the one that is behind",
+        unit="seconds",
+        ge=1,
+        le=2**20,
+    )
+    env: Dict[str, str] = key({}, "environment variables of the ranks; kept in config.yaml, so no secrets")
+
+
+@dataclass
+class Sweep:
+    jobs: int = key(1, "jobs that run at the same time", unit="jobs", ge=1, le=1024)
+    only: Optional[int] = key(None, "run only the job of this number (from 0) in this process; for array jobs", ge=0, le=9999)
 
 
 @dataclass
@@ -268,6 +305,7 @@ class Config:
     profile: Profile = field(default_factory=Profile)
     cluster: Cluster = field(default_factory=Cluster)
     launch: Launch = field(default_factory=Launch)
+    sweep: Sweep = field(default_factory=Sweep)
     evaluate: Evaluate = field(default_factory=Evaluate)
     generate: Generate = field(default_factory=Generate)
     prepare: Prepare = field(default_factory=Prepare)

@@ -15,7 +15,7 @@ from typing import Any
 
 from llmtrain.config import schema
 from llmtrain.config.errors import Problem
-from llmtrain.config.files import Setting
+from llmtrain.config.files import Entry, Setting
 from llmtrain.config.keys import leaves, sections
 from llmtrain.config.plugins import CHOOSERS, ENTRY_POINTS, SWITCHED, chosen, discover, installed, schema_class
 from llmtrain.config.references import Unresolved, has_reference, resolve
@@ -56,7 +56,8 @@ def settle(settings: Sequence[Setting], *, references: bool = True) -> Settled:
     for setting in counting:
         try:
             written = references and has_reference(setting.value)
-            values[setting.key] = setting.value if written else convert(leaves()[setting.key], setting.value)
+            value = setting.value if written else convert(leaves()[setting.key], setting.value)
+            values[setting.key] = {**values[setting.key], **value} if isinstance(setting.value, Entry) else value
         except Refused as refused:
             values.pop(setting.key, None)
             problems.append(_refusal(setting, refused))

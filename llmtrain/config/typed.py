@@ -229,6 +229,17 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
+class DdpConfig:
+    """How gradients of whole copies are summed over ranks."""
+
+    bucket_mib: float
+    first_bucket_mib: float
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    compression: Literal["none", "bf16"]
+
+
+@dataclass(frozen=True)
 class ParallelismConfig:
     kind: str
     dp_replicate: int | None
@@ -236,6 +247,7 @@ class ParallelismConfig:
     cp: int
     tp: int
     pp: int
+    ddp: DdpConfig
 
 
 @dataclass(frozen=True)
@@ -249,6 +261,14 @@ class LaunchConfig:
     nproc: int | None
     device: str
     threads: int | None
+    timeout_seconds: float = 600.0
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    jobs: int
+    only: int | None
 
 
 @dataclass(frozen=True)
@@ -315,6 +335,7 @@ class Config:
     checkpoint: CheckpointConfig
     tracker: TrackerConfig
     launch: LaunchConfig
+    sweep: SweepConfig
     evaluate: EvaluateConfig
     generate: GenerateConfig
     prepare: PrepareConfig

@@ -159,7 +159,7 @@ def _list(info: KeyInfo, value: Any) -> list[str]:
 
 def _map(info: KeyInfo, value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise Refused(info.describe(), f"{info.name}.NAME={show(value)}")
+        raise Refused(info.describe(), f"{info.name}.NAME=VALUE")
     return {name: _text(info, item) for name, item in value.items()}
 
 

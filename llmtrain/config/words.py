@@ -12,7 +12,7 @@ from typing import Any
 
 from llmtrain.config import schema
 from llmtrain.config.errors import Problem
-from llmtrain.config.files import Setting
+from llmtrain.config.files import Entry, Setting
 from llmtrain.config.keys import ValueKind, leaves, sections
 from llmtrain.config.plugins import installed
 from llmtrain.config.problems import is_a_section, no_such_key, no_such_option
@@ -87,7 +87,8 @@ def _unknown(parts: Word, origin: str) -> Problem:
 def _set(key: str, text: str, origin: str, request: Request) -> None:
     parent = key.rpartition(".")[0]
     if key not in leaves() and parent in leaves() and leaves()[parent].kind is ValueKind.MAP:
-        request.settings.append(Setting(parent, {key.removeprefix(f"{parent}."): Raw(text)}, origin, COMMAND_LINE))
+        entry = Entry({key.removeprefix(f"{parent}."): Raw(text)})
+        request.settings.append(Setting(parent, entry, origin, COMMAND_LINE))
     elif key in sections():
         request.problems.append(is_a_section(key, text, origin))
     elif key not in leaves():

@@ -105,18 +105,22 @@ class ValidationLoader:
         return self._rows.num_targets
 
     def num_scored_rows(self, max_tokens: int | None = None) -> int:
-        """Rows that `batches` gives with the same `max_tokens`."""
+        """Rows that `batches` gives with the same `max_tokens`, over all ranks."""
         return self.num_rows if max_tokens is None else min(self.num_rows, max(1, max_tokens // self._sequence_length))
 
-    def batches(self, batch_size: int, max_tokens: int | None = None) -> Iterator[Batch]:
+    def batches(self, batch_size: int, max_tokens: int | None = None, rank: int = 0, num_ranks: int = 1) -> Iterator[Batch]:
         """Rows in order, `batch_size` at a time; the last batch may be smaller.
 
         Args:
             max_tokens: score only the first max(1, max_tokens // T) rows: the same rows whatever the batch size. Counts input
                 positions, padding included, so that the cost is known.
+            rank: gives the share of this one of `num_ranks`: consecutive rows, as many as another's or one more or less. There may
+                be none.
         """
-        stop = self.num_scored_rows(max_tokens)
-        for first in range(0, stop, batch_size):
+        assert 0 <= rank < num_ranks
+        num_scored = self.num_scored_rows(max_tokens)
+        start, stop = (num_scored * border // num_ranks for border in (rank, rank + 1))
+        for first in range(start, stop, batch_size):
             numbers = np.arange(first, min(first + batch_size, stop), dtype=np.int64)
             yield _to_batch(self._rows, numbers, numbers)
 

@@ -8,37 +8,51 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.config.errors import ConfigError, Problem
+from llmtrain.config.errors import ConfigError, PlanError, Problem
+from llmtrain.dist.world import SLURM, LaunchFacts
 
 AMPERE = (8, 0)
 """First CUDA capability whose tensor cores multiply bf16."""
+MPS_WITH_BF16 = (14, 0)
+"""First macOS on which torch makes bf16 tensors on MPS."""
+ONE_PROCESS = LaunchFacts(0, 0, 1, "one process")
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """The device a run uses and the host around it."""
+    """The device a rank uses and the host around it."""
 
     device: str
-    """`cpu` or `cuda`."""
+    """`cpu`, `cuda` or `mps`."""
     reason: str
     name: str
     num_devices: int
     memory_bytes: int
-    """Memory of one device; for `cpu` what the host can still give."""
+    """Memory of one device; for `cpu` this rank's share of what the host can still give."""
     cores: int
-    """CPU cores this process may use."""
+    """CPU cores the processes of this run may use on this host."""
     bf16_native: bool
+    index: int = 0
+    """Number of the device among those this process sees."""
+    unit: str = ""
+    """What no other device is called, on any host; empty where ranks may share it, as they do a CPU."""
+    bf16: bool = True
+    """Whether there are bf16 tensors at all."""
 
 
-def detect_devices(wanted: str) -> DeviceFacts:
+def detect_devices(wanted: str, place: LaunchFacts = ONE_PROCESS) -> DeviceFacts:
     """Choose the device for `launch.device` and describe it.
 
     Args:
-        wanted: `auto`, `cpu` or `cuda`.
+        wanted: `auto`, `cpu`, `cuda` or `mps`. `auto` never takes mps, on which no test of this version ran.
+        place: of this process; with several ranks on a host each has a CUDA device of its own, or its share of the memory.
 
     Raises:
-        ConfigError: `cuda` is asked for and there is none; the message has the reason.
+        ConfigError: `cuda` or `mps` is asked for and there is none; the message has the reason.
+        PlanError: more ranks than devices.
     """
+    if wanted == "mps":
+        return _mps(place)
     missing = cuda_missing_reason()
     if wanted == "cuda" and missing:
         raise ConfigError(
@@ -47,17 +61,61 @@ def detect_devices(wanted: str) -> DeviceFacts:
             )
         )
     if wanted == "cpu" or missing:
-        reason = "launch.device=cpu" if wanted == "cpu" else f"auto: {missing}"
-        return DeviceFacts("cpu", reason, cpu_name(), 1, host_memory_bytes(), available_cores(), cpu_multiplies_bf16())
-    properties = torch.cuda.get_device_properties(0)
+        untried = "" if mps_missing_reason() else "; MPS is there but untried: launch.device=mps"
+        reason = "launch.device=cpu" if wanted == "cpu" else f"auto: {missing}{untried}"
+        memory = host_memory_bytes() // place.local_world_size
+        return DeviceFacts("cpu", reason, cpu_name(), 1, memory, available_cores(), cpu_multiplies_bf16())
+    return _cuda("launch.device=cuda" if wanted == "cuda" else "auto: first choice where present", place)
+
+
+def _cuda(reason: str, place: LaunchFacts) -> DeviceFacts:
+    num_devices = torch.cuda.device_count()
+    index = _device_index(num_devices, place)
+    properties = torch.cuda.get_device_properties(index)
     return DeviceFacts(
         device="cuda",
-        reason="launch.device=cuda" if wanted == "cuda" else "auto: first choice where present",
+        reason=reason,
         name=properties.name,
-        num_devices=torch.cuda.device_count(),
+        num_devices=num_devices,
         memory_bytes=properties.total_memory,
         cores=available_cores(),
         bf16_native=(properties.major, properties.minor) >= AMPERE,
+        index=index,
+        unit=str(getattr(properties, "uuid", "")),
+    )
+
+
+def _device_index(num_devices: int, place: LaunchFacts) -> int:
+    """The device of this rank: that of its number on the host, or the only one that Slurm lets it see."""
+    if num_devices == 1 and place.source == SLURM:
+        return 0
+    if place.local_world_size <= num_devices:
+        return place.local_rank
+    ranks, devices = f"{place.local_world_size} ranks on this host", f"{num_devices} CUDA device{'s'[: num_devices != 1]}"
+    fewer = f"launch.nproc={num_devices}" if place.source == "launch.nproc" else f"{num_devices} processes on each host"
+    raise PlanError(Problem(f"{ranks}, {devices}", "each rank has a device of its own", f"{fewer} or launch.device=cpu"))
+
+
+def _mps(place: LaunchFacts) -> DeviceFacts:
+    missing = mps_missing_reason()
+    if missing:
+        raise ConfigError(Problem("launch.device=mps", missing, cure="launch.device=auto or launch.device=cpu"))
+    if place.world_size > 1:
+        rule = "one rank only: there is one MPS device, and torch has no collective for it"
+        fewer = "launch.nproc=1" if place.source == "launch.nproc" else "one process"
+        raise PlanError(
+            Problem(f"launch.device=mps with {place.world_size} ranks ({place.source})", rule, f"{fewer} or launch.device=cpu")
+        )
+    return DeviceFacts(
+        device="mps",
+        reason="launch.device=mps",
+        name=torch.backends.mps.get_name() if hasattr(torch.backends.mps, "get_name") else "Apple GPU",
+        num_devices=1,
+        memory_bytes=torch.mps.recommended_max_memory(),
+        cores=available_cores(),
+        # Whether a chip multiplies bf16 faster than fp32 is not told, so `precision=auto` stays with fp32.
+        bf16_native=False,
+        bf16=torch.backends.mps.is_macos_or_newer(*MPS_WITH_BF16),
     )
 
 
@@ -68,9 +126,16 @@ def cuda_missing_reason() -> str:
     return "" if torch.cuda.is_available() else "no usable CUDA device (is a driver loaded, is a device visible?)"
 
 
-def cuda_capability(device: str) -> tuple[int, int] | None:
-    """CUDA compute capability of the first device; None on a CPU, or where there is none to ask."""
-    return torch.cuda.get_device_capability(0) if device == "cuda" and not cuda_missing_reason() else None
+def mps_missing_reason() -> str:
+    """Why Apple's GPU cannot be used here; empty when it can."""
+    if not torch.backends.mps.is_built():
+        return f"torch {torch.__version__} is built without MPS, which is for macOS on Apple silicon"
+    return "" if torch.backends.mps.is_available() else "no usable MPS device (torch needs macOS 14 on Apple silicon)"
+
+
+def cuda_capability(device: str, index: int = 0) -> tuple[int, int] | None:
+    """CUDA compute capability of a device; None on others, or where there is none to ask."""
+    return torch.cuda.get_device_capability(index) if device == "cuda" and not cuda_missing_reason() else None
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

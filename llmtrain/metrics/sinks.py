@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from llmtrain.config.errors import Problem, StorageError
 
@@ -25,6 +25,35 @@ if TYPE_CHECKING:
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 TAIL_BYTES = 1 << 16
 """What is read to find the newest record; a record has less than 2 KiB."""
+
+
+class Sink(Protocol):
+    """Where records go."""
+
+    def replace_last(self, record: StepRecord) -> None:
+        """Put a fuller record of the same update in the place of the newest one."""
+        ...
+
+    def write(self, record: StepRecord) -> None:
+        """Keep the record of an update; steps are strictly increasing."""
+        ...
+
+    def sync(self) -> None:
+        """Wait until all records are durable."""
+        ...
+
+
+class NoSink:
+    """On ranks whose records another one writes."""
+
+    def write(self, record: StepRecord) -> None:
+        pass
+
+    def replace_last(self, record: StepRecord) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
 
 
 class JsonlSink:
@@ -52,6 +81,20 @@ class JsonlSink:
         except OSError as error:
             raise _cannot("write", self._path, error) from error
 
+    def replace_last(self, record: StepRecord) -> None:
+        """Put a fuller record of the same update in the place of the newest one; a kill leaves the one or the other.
+
+        Raises:
+            StorageError: the disk refuses; the record stays as it was.
+        """
+        assert record.step == self._last_step, f"step {record.step} for step {self._last_step}"
+        try:
+            _rewrite(self._path, record.step - 1, record)
+            self._file.close()
+            self._file = self._path.open("a", encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise _cannot("write", self._path, error) from error
+
     def sync(self) -> None:
         """Wait until all records are on the disk; called before a checkpoint that counts on them is made visible."""
         try:
@@ -72,23 +115,35 @@ def open_sink(path: Path, resumed_step: int = 0) -> JsonlSink:
     Raises:
         StorageError: the folder cannot be written.
     """
-    staged = path.with_name(path.name + ".tmp")
-    last_step = num_damaged = 0
     try:
-        with staged.open("w", encoding="utf-8", newline="\n") as file, _lines(path) as lines:
-            for line in lines:
-                record = _step_record(line)
-                if record is None:
-                    num_damaged += 1
-                elif last_step < record.step <= resumed_step:
-                    file.write(_to_line(record))
-                    last_step = record.step
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staged, path)
+        last_step, num_damaged = _rewrite(path, resumed_step)
         return JsonlSink(path, path.open("a", encoding="utf-8", newline="\n"), last_step, num_damaged)
     except OSError as error:
         raise _cannot("write", path, error) from error
+
+
+def _rewrite(path: Path, kept_step: int, added: StepRecord | None = None) -> tuple[int, int]:
+    """Keep the records up to `kept_step`, and add one, in a file that takes the place of this one in a rename.
+
+    Returns:
+        The last step that is kept, and how many lines were torn.
+    """
+    staged = path.with_name(path.name + ".tmp")
+    last_step = num_damaged = 0
+    with staged.open("w", encoding="utf-8", newline="\n") as file, _lines(path) as lines:
+        for line in lines:
+            record = _step_record(line)
+            if record is None:
+                num_damaged += 1
+            elif last_step < record.step <= kept_step:
+                file.write(_to_line(record))
+                last_step = record.step
+        if added is not None:
+            file.write(_to_line(added))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(staged, path)
+    return last_step, num_damaged
 
 
 @dataclass(frozen=True)
@@ -139,6 +194,18 @@ def newest_record(path: Path) -> Mapping[str, Any] | None:
     # The first line may have lost its beginning, and then it is no record.
     found = (_parse(line) for line in reversed(lines) if line.endswith(b"\n"))
     return next((values for values in found if values is not None), None)
+
+
+def record_of_step(path: Path, step: int) -> StepRecord | None:
+    """The record of one update; None where the file has none that can be read.
+
+    Raises:
+        StorageError: the file cannot be read.
+    """
+    from llmtrain.metrics.meters import StepRecord  # here: torch comes with it
+
+    found = next((values for values in read_metrics(path).records if values["step"] == step), None)
+    return None if found is None else StepRecord.from_dict(found)
 
 
 def finite_json(value: Any) -> Any:

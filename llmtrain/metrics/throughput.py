@@ -158,3 +158,5 @@ def _product_seconds(x: torch.Tensor, weight: torch.Tensor, clock: Clock) -> flo
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

@@ -39,10 +39,14 @@ def rotary_table(positions: Tensor, head_dim: int, theta: float, scaling: RopeSc
     Args:
         positions: [B, T] or [1, T] integers.
     """
-    frequencies = rotary_frequencies(head_dim, theta, scaling, positions.device)  # [C / 2]
-    angles = positions[:, :, None, None].double() * frequencies  # [B, T, 1, C / 2]
+    device = positions.device
+    # Apple's GPU has no fp64: its angles are made on the host.
+    exact = torch.device("cpu") if device.type == "mps" else device
+    frequencies = rotary_frequencies(head_dim, theta, scaling, exact)  # [C / 2]
+    angles = positions.to(exact)[:, :, None, None].double() * frequencies  # [B, T, 1, C / 2]
     scale = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
-    return RotaryTable((angles.cos() * scale).float().repeat(1, 1, 1, 2), (angles.sin() * scale).float())
+    cos, sin = (angles.cos() * scale).float().to(device), (angles.sin() * scale).float().to(device)
+    return RotaryTable(cos.repeat(1, 1, 1, 2), sin)
 
 
 def rotary_frequencies(

@@ -16,6 +16,7 @@ from math import prod
 from types import MappingProxyType
 
 from llmtrain.config.typed import (
+    DdpConfig,
     FeedForwardKind,
     LossConfig,
     ModelConfig,
@@ -75,6 +76,8 @@ class Workload:
     """Whether a batch comes with document ids, from which a mask is made: every packing but concat."""
     attention_kernel: str = AUTO
     device: str = CPU
+    ddp: DdpConfig | None = None
+    """How gradients are summed over ranks that keep whole copies; None where there is one copy only."""
 
     @property
     def tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 A row is one way to compute on one device. What a row does not allow is refused before a tensor is made, with the reason; no backend
 or kernel stands in for another. The limits of the CUDA rows are those of torch's and the packages' own checks (torch 2.13
-`sdp_utils.cpp`, flash-attn 2.8, FlashAttention-3 `hopper/`, flash-attn-4 4.0).
+`sdp_utils.cpp`, flash-attn 2.8, FlashAttention-3 `hopper/`, flash-attn-4 4.0). On MPS torch has a fused kernel for inference only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import MappingProxyType
 from llmtrain.plan.plan import Availability
 
 AUTO = "auto"
-CPU, CUDA = "cpu", "cuda"
+CPU, CUDA, MPS = "cpu", "cuda", "mps"
 Capability = tuple[int, int]
 """CUDA compute capability, major and minor."""
 
@@ -48,7 +48,7 @@ class Kernel:
 
     @property
     def ran(self) -> bool:
-        """Whether the tests of this version ran it on its device; no CUDA device was at hand."""
+        """Whether the tests of this version ran it on its device; no CUDA and no MPS device was at hand."""
         return self.device == CPU
 
 
@@ -83,7 +83,7 @@ FLASH_4 = Kernel(
 
 ATTENTION: Mapping[str, Backend] = MappingProxyType(
     {
-        "reference": Backend((Kernel("", CPU), Kernel("", CUDA)), "mask", "mask", dropout=True),
+        "reference": Backend((Kernel("", CPU), Kernel("", CUDA), Kernel("", MPS)), "mask", "mask", dropout=True),
         "sdpa": Backend(
             (
                 Kernel("flash", CPU),
@@ -100,6 +100,7 @@ ATTENTION: Mapping[str, Backend] = MappingProxyType(
                     head_dim_multiple=8,
                 ),
                 Kernel("math", CUDA),
+                Kernel("math", MPS),
             ),
             "mask",
             "mask",
@@ -147,6 +148,7 @@ AUTO_ORDER: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "flash_attn": "FlashAttention is installed, keeps no T × T matrix and no mask",
             "sdpa": "the device's fused kernel, keeps no T × T matrix",
         },
+        MPS: {"sdpa": "torch's own products and softmax, the only ones of torch that train on mps"},
     }
 )
 """By device the backends that `auto` tries, best first, each with the reason to take it; after them `reference`."""

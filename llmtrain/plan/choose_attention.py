@@ -7,7 +7,7 @@ from dataclasses import replace
 from llmtrain.config.errors import PlanError, Problem
 from llmtrain.config.typed import Config, RecomputeConfig
 from llmtrain.config.typed_data import Packing
-from llmtrain.plan.attention import ATTENTION, AUTO, AUTO_ORDER, Use, keeps_results, refusal, usable_kernels
+from llmtrain.plan.attention import ATTENTION, AUTO, AUTO_ORDER, MPS, Use, keeps_results, refusal, usable_kernels
 from llmtrain.plan.plan import Choice, Machine
 from llmtrain.plan.precision import PRECISION_TABLES
 
@@ -93,7 +93,10 @@ def _unknown(backend: str, machine: Machine) -> str:
 
 
 def _settle_kernel(backend: str, kernel: str, use: Use) -> tuple[str, list[Choice]]:
-    """A kernel by name where the backend has no choice of its own: the newest FlashAttention that will do."""
+    """A kernel by name where the backend has no choice of its own: the newest FlashAttention that will do, torch's only one on MPS."""
+    if kernel == AUTO and backend == "sdpa" and use.device == MPS:
+        (only,) = usable_kernels(backend, use)
+        return only, [Choice(KERNEL, only, "torch has no other that trains on mps; it writes whole matrices of scores")]
     if kernel != AUTO or backend != "flash_attn":
         return kernel, []
     newest, *_ = usable_kernels(backend, use)

@@ -20,7 +20,7 @@ from llmtrain.config.typed import (
 )
 from llmtrain.config.typed_data import BpeTokenizerConfig, ByteTokenizerConfig, Packing, RecordData
 from llmtrain.plan.activations import REFERENCE, Workload
-from llmtrain.plan.attention import ATTENTION
+from llmtrain.plan.attention import ATTENTION, MPS
 from llmtrain.plan.batch import MEMORY_SHARE, largest_micro_batch, settle_batch
 from llmtrain.plan.choose_attention import settle_attention, settle_keep
 from llmtrain.plan.degrees import settle_degrees
@@ -49,12 +49,17 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None
         PlanError: degrees, batch, memory, schedule, vocabulary or a named option do not fit; says what would.
     """
     _refuse_missing(config, machine)
+    if training:
+        _refuse_on_mps(config, machine)
     model, vocab_choices = _settle_vocab(config, vocab_size)
     precision_name, precision_choices = _settle_precision(config.precision, machine)
     backend, kernel, attention_choices = settle_attention(config, precision_name, machine, training=training)
     degrees, degree_choices = settle_degrees(config.parallelism, machine)
     recompute, recompute_choices = settle_keep(config.recompute, backend, kernel, machine.device)
-    workload = replace(_one_sequence(config, model, precision_name, backend, kernel, machine.device), recompute=recompute)
+    ddp = config.parallelism.ddp if degrees.dp_replicate > 1 else None
+    workload = replace(
+        _one_sequence(config, model, precision_name, backend, kernel, machine.device), recompute=recompute, ddp=ddp
+    )
     batch, batch_choices = settle_batch(
         config.accumulation, config.data.sequence_length, degrees.data_ranks, _micro_batch_finder(workload, machine)
     )
@@ -95,6 +100,7 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None
             *schedule_choices,
         ),
         attention_options=config.plugins.get(f"attention.{backend}"),
+        num_nodes=machine.num_nodes,
     )
 
 
@@ -206,6 +212,9 @@ def _settle_precision(asked: str, machine: Machine) -> tuple[str, Choices]:
     if asked != "auto":
         if refused := _unavailable("precision", asked, machine):
             raise PlanError(*refused)
+        if asked == "bf16" and not machine.bf16:
+            rule = f"{machine.device_name} has no bf16: on MPS torch has it from macOS 14 on"
+            raise PlanError(Problem("precision=bf16", rule, "precision=fp32 or auto"))
         return asked, []
     if machine.bf16_native:
         return "bf16", [Choice("precision", "bf16", f"this {machine.device} multiplies bf16 natively")]
@@ -232,16 +241,26 @@ def _unavailable(key: str, value: str, machine: Machine) -> list[Problem]:
     return [Problem(f"{key}={value}", f"not available on {machine.device_name}: {entry.reason}", " or ".join(known))]
 
 
+def _refuse_on_mps(config: Config, machine: Machine) -> None:
+    """Raise PlanError for a promise that cannot be kept on Apple's GPU; what torch cannot compute there its own rows refuse."""
+    if machine.device == MPS and config.train.deterministic:
+        rule = "torch does not say which of its operations on mps give the same bits every time"
+        raise PlanError(
+            Problem("train.deterministic=true launch.device=mps", rule, "train.deterministic=false or launch.device=cpu")
+        )
+
+
 def _settle_threads(config: Config, machine: Machine) -> tuple[int, Choices]:
-    asked = config.launch.threads
+    asked, ranks = config.launch.threads, machine.local_world_size
+    cores, share = _counted(machine.cores, "core"), max(1, machine.cores // ranks)
     if asked is not None:
-        if asked > machine.cores:
-            rule = f"at most the {_counted(machine.cores, 'core')} of this host: more threads than cores wait for each other"
-            raise PlanError(Problem(f"launch.threads={asked}", rule, f"launch.threads={machine.cores} or auto"))
+        if asked > share:
+            given = "" if ranks == 1 else f" for {ranks} ranks of {_counted(asked, 'thread')} = {asked * ranks}"
+            rule = f"at most the {cores} of this host{given}: more threads than cores wait for each other"
+            raise PlanError(Problem(f"launch.threads={asked}", rule, f"launch.threads={share} or auto"))
         return asked, []
-    threads = max(1, machine.cores // machine.world_size)
-    reason = f"{_counted(machine.cores, 'core')} / {_counted(machine.world_size, 'rank')}"
-    return threads, [Choice("launch.threads", str(threads), reason)]
+    here = " on this host" if machine.num_nodes > 1 else ""
+    return share, [Choice("launch.threads", str(share), f"{cores} / {_counted(ranks, 'rank')}{here}")]
 
 
 def _device_choice(config: Config, machine: Machine) -> Choices:

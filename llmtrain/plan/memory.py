@@ -33,7 +33,7 @@ from llmtrain.plan.plan import MemoryForecast
 from llmtrain.plan.precision import BYTES
 from llmtrain.plan.shapes import block_shapes, num_parameters, parameter_shapes
 
-INT64, INT32 = 8, 4
+INT64, INT32, BF16 = 8, 4, 2
 MOMENTS = 2
 """Optimizer tensors per parameter: AdamW's two moments."""
 STEP_COUNTER = 4
@@ -57,7 +57,7 @@ def instants(work: Workload) -> dict[str, MemoryForecast]:
 def _loss_instants(work: Workload) -> Iterator[tuple[str, MemoryForecast]]:
     """Head and loss, while every block still holds what its backward needs."""
     activations = work.model.num_layers * bytes_kept(work)
-    grads = _all_gradients(work) if work.num_microbatches > 1 else 0
+    grads = _gradients(work, 0)
     other = _inputs(work) + _final_norm(work)
     if isinstance(work.loss, ChunkedLoss):
         hidden = work.tokens * work.model.dim * BYTES[work.precision.matmul]  # [n, D]
@@ -113,7 +113,7 @@ def _final_norm_instant(work: Workload) -> MemoryForecast:
     # Normalised input and its products with the gradient; in a lower precision also the gradient, cast, and the result.
     exact, casts = BYTES[precision.norm], precision.norm != precision.residual
     scratch = stream * (2 * exact + (exact + BYTES[precision.residual] if casts else 0))
-    grads = _all_gradients(work) if work.num_microbatches > 1 else done
+    grads = _gradients(work, done)
     return _forecast(work, grads, model.num_layers * bytes_kept(work), loss, _inputs(work) + _final_norm(work) + scratch)
 
 
@@ -130,14 +130,14 @@ def _block_instants(work: Workload) -> Iterator[tuple[str, MemoryForecast]]:
     for name, layer in (("last", model.num_layers - 1), ("first", 0)):
         below = layer * bytes_kept(work)
         done = (model.num_layers - 1 - layer) * block + (0 if model.tie_embeddings else head)
-        grads = _all_gradients(work) if work.num_microbatches > 1 else done
+        grads = _gradients(work, done)
         # The gradient of the block's output, and of what was dropped from it.
         other = _inputs(work) + block_input_bytes(work) * (2 if model.dropout.residual > 0 else 1)
         yield f"{name} block forward", _forecast(work, grads, below + bytes_in_forward(work), loss, other)
         whole = below + bytes_in_backward(work, WHOLE_BLOCK) - inner  # the input of `down` is used up by then
         other = _inputs(work) + _feed_forward_gradients(work)
         yield f"{name} feed-forward backward", _forecast(work, grads, whole, loss, other)
-        grads = _all_gradients(work) if work.num_microbatches > 1 else done + _block_gradients(work, "feed_forward.")
+        grads = _gradients(work, done + _block_gradients(work, "feed_forward."))
         half = below + bytes_in_backward(work, FEED_FORWARD_DONE)
         other = _inputs(work) + _attention_gradients(work)
         yield f"{name} attention backward", _forecast(work, grads, half, loss, other)
@@ -220,9 +220,9 @@ def _embedding_instant(work: Workload) -> MemoryForecast:
     model, precision = work.model, work.precision
     table = _vocab(work) * model.dim * BYTES[precision.gradient]
     loss = table if model.tie_embeddings else 0
-    added = (model.tie_embeddings + (work.num_microbatches > 1)) * table
+    added = (model.tie_embeddings + _gradients_stay(work)) * table
     stream = work.tokens * model.dim * BYTES[precision.weights]
-    return _forecast(work, _all_gradients(work), 0, loss, _inputs(work) + stream + added)
+    return _forecast(work, _gradients(work, _all_gradients(work)), 0, loss, _inputs(work) + stream + added)
 
 
 def _forecast(work: Workload, grads: int, activations: int, loss: int, other: int) -> MemoryForecast:
@@ -276,6 +276,24 @@ def _head_weight_cast(work: Workload) -> int:
     if work.precision.matmul == work.precision.weights:
         return 0
     return _vocab(work) * work.model.dim * BYTES[work.precision.matmul]
+
+
+def _gradients(work: Workload, done: int) -> int:
+    """Gradients, the buckets they are summed over ranks in, and what is on its way, when backward has made `done` bytes of them.
+
+    How fast buckets travel is not known here, so everything that is done counts as still on its way.
+    """
+    own = _all_gradients(work) if _gradients_stay(work) else done
+    if work.ddp is None:
+        return own
+    beside = 0 if work.ddp.gradient_as_bucket_view else _all_gradients(work)
+    compressed = done * BF16 // BYTES[work.precision.gradient] if work.ddp.compression == "bf16" else 0
+    return own + beside + compressed
+
+
+def _gradients_stay(work: Workload) -> bool:
+    """Whether all gradients are there before backward makes them: of earlier micro-batches, or as places in buckets."""
+    return work.num_microbatches > 1 or (work.ddp is not None and work.ddp.gradient_as_bucket_view)
 
 
 def _all_gradients(work: Workload) -> int:

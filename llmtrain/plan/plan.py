@@ -23,14 +23,15 @@ class Machine:
     """Facts about the devices at hand; filled in by the composition root, or from a cluster description."""
 
     device: str
-    """`cpu` or `cuda`."""
+    """`cpu`, `cuda` or `mps`."""
     device_reason: str
     """Why this device, e.g. `auto: no CUDA device`."""
     device_name: str
     num_devices: int
     memory_bytes: int
-    """Memory of one device; for `cpu` what the host can still give."""
+    """Memory of one device; for `cpu` a rank's share of what the host can still give."""
     cores: int
+    """Of this host, for all ranks of the run on it."""
     world_size: int
     world_source: str
     """Where the world size comes from: `one process`, `launch.nproc`, `WORLD_SIZE`."""
@@ -42,6 +43,16 @@ class Machine:
     """CUDA compute capability; None on a CPU, or where it is not known."""
     packages: tuple[str, ...] | None = None
     """Optional packages for attention that are installed; None where it is not known."""
+    local_world_size: int = 1
+    """Ranks on this host."""
+    num_nodes: int = 1
+    """Hosts of the run."""
+    device_index: int = 0
+    """Number of this rank's device among those the process sees."""
+    device_unit: str = ""
+    """What no other device is called; empty where ranks may share it."""
+    bf16: bool = True
+    """Whether the device has bf16 tensors at all."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +156,8 @@ class Plan:
     choices: tuple[Choice, ...]
     attention_options: Any = None
     """Options of the backend when it is a plugin."""
+    num_nodes: int = 1
+    """Hosts of the run."""
 
     @property
     def steps(self) -> int:

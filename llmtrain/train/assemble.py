@@ -6,34 +6,41 @@ import torch
 from torch import nn
 
 from llmtrain.config.typed import Config
+from llmtrain.dist.ranks import World
 from llmtrain.metrics.memory import Ledger
 from llmtrain.model.init import build_on_meta, materialize
 from llmtrain.model.transformer import Transformer
 from llmtrain.ops.cross_entropy import build_loss, build_score
 from llmtrain.optim.build import build_optimizer
-from llmtrain.parallel.parallelize import parallelize
+from llmtrain.parallel.parallelize import parallelize, share_gradients
 from llmtrain.plan.plan import Plan
 from llmtrain.train.engine_native import NativeEngine
 from llmtrain.train.forward_backward import PlainForwardBackward
 
 
-def build_engine(config: Config, plan: Plan, ledger: Ledger) -> NativeEngine:
-    """An engine with initial weights: model → optimizer."""
+def build_engine(config: Config, plan: Plan, ledger: Ledger, world: World) -> NativeEngine:
+    """An engine with initial weights: model → optimizer → gradients over ranks. The ranks of `world` are connected by now."""
     device = torch.device(plan.device)
+    assert world.collectives.size == plan.degrees.dp_replicate, "the plan is that of another number of ranks"
     model = build_model(plan, seed=config.run.seed)
     ledger.watch(model)
     optimizer = build_optimizer(config.optimizer, model.named_parameters())
     ledger.adopt(optimizer.state().values(), "optimizer")
+    gradients = share_gradients(
+        model, config.parallelism.ddp, world.collectives, lambda bucket: ledger.adopt((bucket,), "grads")
+    )
     loss = build_loss(plan.loss, plan.precision)
     return NativeEngine(
         model=model,
         score=build_score(plan.loss, plan.precision),
-        forward_backward=PlainForwardBackward(model, loss, ledger),
+        forward_backward=PlainForwardBackward(model, loss, ledger, gradients, world.position),
         optimizer=optimizer,
         schedule=plan.schedule,
         clip_norm=config.optimizer.clip_norm,
         seed=config.run.seed,
         device=device,
+        collectives=world.collectives,
+        position=world.position,
     )
 
 

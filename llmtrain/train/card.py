@@ -36,6 +36,7 @@ def card_rows(config: Config, plan: Plan, machine: Machine, corpus: Corpus, peak
         Row("model", _model(plan)),
         Row("data", f"{corpus.summary}{_borders(config)}"),
         Row("batch", _batch(plan)),
+        *([Row("ranks", _ranks(config, plan, machine))] if plan.world_size > 1 else []),
         Row("schedule", _schedule(plan)),
         Row("attention", _attention(plan), cut_last=True),
         *([Row("chosen", " · ".join(chosen), cut_last=True)] if chosen else []),
@@ -185,6 +186,14 @@ def _batch(plan: Plan) -> str:
         f"{_plural(batch.num_microbatches, 'micro-batch', 'es')} × {batch.micro_batch_size} × "
         f"{_plural(plan.degrees.data_ranks, 'rank')}"
     )
+
+
+def _ranks(config: Config, plan: Plan, machine: Machine) -> str:
+    """`4 on 2 hosts (SLURM_STEP_NUM_TASKS) · ddp: gradients summed in buckets of 25 MiB, the first of 1, sent as bf16`."""
+    ddp = config.parallelism.ddp
+    buckets = f"gradients summed in buckets of {ddp.bucket_mib:g} MiB, the first of {ddp.first_bucket_mib:g}"
+    sent = "" if ddp.compression == "none" else f", sent as {ddp.compression}"
+    return f"{plan.world_size} on {_plural(plan.num_nodes, 'host')} ({machine.world_source}) · ddp: {buckets}{sent}"
 
 
 def _schedule(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -76,7 +77,7 @@ def import_folder(source: Path, target: Path, progress: Progress, files: Files =
         folder = RunFolder(staging, files)
         folder.create()
         words = ("convert", f"hf:{source}", str(target))
-        environment = describe_environment(plan.device, plan.device, plan.threads)
+        environment = describe_environment(plan, plan.device, [platform.node()])
         folder.record_start(wire, words, plan, environment, Opening(Start.FRESH, (), ""))
         _keep_for_an_export(folder, source, model, tokenizer)
         state = {"train": TrainState().to_dict(), "data_fingerprint": "", "tokenizer": tokenizer.tokenizer.to_json()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,12 +35,25 @@ class EvaluationResult:
 class Engine(Protocol):
     """Model, loss and optimizer behind the four things a trainer needs of them."""
 
-    def train_step(self, update: int, microbatches: Sequence[Batch]) -> StepResult:
-        """Run the micro-batches of update number `update` (from 1) and change the weights."""
+    def train_step(self, update: int, microbatches: Sequence[Batch], num_targets: int) -> StepResult:
+        """Run the micro-batches of update number `update` (from 1) and change the weights.
+
+        Args:
+            microbatches: those of this rank; as many on every rank.
+            num_targets: target tokens of the update over all ranks.
+        """
         ...
 
-    def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:
-        """Score batches; changes no state of the training."""
+    def evaluate(self, batches: Iterable[Batch], should_stop: Callable[[], bool]) -> EvaluationResult | None:
+        """Score the batches of all ranks together; changes no state of the training.
+
+        Args:
+            batches: those of this rank; how many it has, or whether any, is its own affair.
+            should_stop: asked after each batch; once it says so this rank scores no further.
+
+        Returns:
+            The same on every rank; None when any rank had to stop.
+        """
         ...
 
     def state(self) -> dict[str, Tensor]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
+from llmtrain.dist.collectives import CommSummary, Meter, NoMeter
 from llmtrain.metrics.console import Console
 from llmtrain.metrics.memory import Ledger, MemorySummary
 from llmtrain.metrics.meters import DeviceMeter, StepRecord
-from llmtrain.metrics.sinks import JsonlSink
+from llmtrain.metrics.sinks import Sink
 from llmtrain.metrics.throughput import Rate, Throughput, mfu
 from llmtrain.metrics.trackers import Trackers
 from llmtrain.plan.plan import Plan
@@ -21,6 +23,8 @@ class Reporter:
 
     Args:
         peak_flops: matmul FLOP/s of all devices of the run.
+        unscored: the record that lacks the evaluation of its step.
+        on_first: called when the first update has been made.
     """
 
     def __init__(
@@ -28,12 +32,15 @@ class Reporter:
         *,
         plan: Plan,
         console: Console,
-        sink: JsonlSink,
+        sink: Sink,
         trackers: Trackers,
         ledger: Ledger,
         device_meter: DeviceMeter,
+        comm_meter: Meter | NoMeter,
         peak_flops: float,
         throughput: Throughput,
+        unscored: StepRecord | None = None,
+        on_first: Callable[[], None] = lambda: None,
     ) -> None:
         self._plan = plan
         self._console = console
@@ -41,20 +48,25 @@ class Reporter:
         self._trackers = trackers
         self._ledger = ledger
         self._device_meter = device_meter
+        self._comm_meter = comm_meter
         self._peak_flops = peak_flops
         self._throughput = throughput
         self._rate = Rate(0.0, 0)
         """Of everything since the last record: the update and the skipped batches before it."""
         self._memory: MemorySummary | None = None
+        self._on_first: Callable[[], None] | None = on_first
+        self._comm = CommSummary(0.0, 0.0, 0, 0)
+        """Of the update just made and the border before it."""
         self._skipped, self._rate = 0, Rate(0.0, 0)
-        self.last: StepRecord | None = None
-        """The newest record of this process."""
+        self.last = unscored
+        """The newest record: of this process, or the one whose evaluation an earlier start was stopped in."""
         self.measured_peak_bytes: int | None = None
         """Highest bytes of any update that was measured."""
 
     def start(self, state: TrainState) -> None:
         """The first update is about to begin, of a run that stands at `state`."""
         self._skipped = state.skipped_since_step
+        self._comm_meter.start_step()
         self._throughput.start()
 
     @contextmanager
@@ -66,6 +78,10 @@ class Reporter:
         rate = self._throughput.step(self._plan.batch.tokens_per_step)
         self._rate = Rate(self._rate.seconds + rate.seconds, self._rate.tokens + rate.tokens)
         self._memory = self._ledger.summary()
+        self._comm = self._comm_meter.summary()
+        if self._on_first is not None:
+            self._on_first()
+            self._on_first = None
 
     @contextmanager
     def aside(self, what: str) -> Iterator[None]:
@@ -87,6 +103,23 @@ class Reporter:
 
     def report(self, state: TrainState, result: StepResult, val_loss: float | None) -> None:
         """Write the record of the update just made."""
+        record = self._record(state, result, val_loss)
+        self._sink.write(record)
+        self._show(record)
+
+    def report_unscored(self, state: TrainState, result: StepResult) -> None:
+        """Write the record of an update whose evaluation was cut short; the next start completes it."""
+        self._sink.write(self._record(state, result, None))
+
+    def complete(self, val_loss: float) -> None:
+        """The evaluation that was cut short has been made up for."""
+        if self.last is not None:
+            record = replace(self.last, val_loss=val_loss)
+            self.last = record
+            self._sink.replace_last(record)
+            self._show(record)
+
+    def _record(self, state: TrainState, result: StepResult, val_loss: float | None) -> StepRecord:
         speed = self._rate.tokens_per_second
         record = StepRecord(
             step=state.step,
@@ -100,13 +133,17 @@ class Reporter:
             peak_memory_bytes=self._device_meter.peak_bytes(self._memory),
             memory=self._memory,
             skipped=self._skipped,
+            exposed_comm_seconds=self._comm.exposed_seconds if self._comm.num_calls else None,
             val_loss=val_loss,
         )
         self._skipped, self._rate = 0, Rate(0.0, 0)
+        self._comm_meter.start_step()
         self.last = record
         if record.peak_memory_bytes is not None:
             self.measured_peak_bytes = max(record.peak_memory_bytes, self.measured_peak_bytes or 0)
-        self._sink.write(record)
+        return record
+
+    def _show(self, record: StepRecord) -> None:
         self._trackers.log(record)
         self._console.step(record)
 

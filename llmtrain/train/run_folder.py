@@ -324,8 +324,12 @@ def existing_run_folder(path: Path) -> RunFolder:
     return RunFolder(path)
 
 
-def describe_environment(device: str, device_name: str, threads: int) -> dict[str, Any]:
-    """Content of environment.json: what a number in this run may depend on. Holds no environment variables."""
+def describe_environment(plan: Plan, device_name: str, hosts: Sequence[str]) -> dict[str, Any]:
+    """Content of environment.json: what a number in this run may depend on. Holds no environment variables.
+
+    Args:
+        hosts: of every rank, by rank.
+    """
     versions = {}
     for package in _PACKAGES:
         try:
@@ -340,7 +344,9 @@ def describe_environment(device: str, device_name: str, threads: int) -> dict[st
         "machine": platform.machine(),
         "host": platform.node(),
         "cores": os.cpu_count(),
-        "device": device,
+        "device": plan.device,
         "device_name": device_name,
-        "threads": threads,
+        "threads": plan.threads,
+        "ranks": len(hosts),
+        "hosts": list(dict.fromkeys(hosts)),
     }

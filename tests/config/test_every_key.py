@@ -39,10 +39,13 @@ from helpers.observers import (
     tracked_by,
     worker_processes,
 )
+from helpers.rank_observers import RankPlace, buckets, degrees, launched, outlives_a_pause, swept
+from helpers.ranks import RankPool
 from helpers.runs import SMALL, write_text
 
 from llmtrain.config.compose import compose_config
 from llmtrain.config.keys import leaves
+from llmtrain.train.machine import detect_machine
 
 LINEAR = ("model.rope.scaling.kind=linear",)
 LLAMA3 = ("model.rope.scaling.kind=llama3", "model.rope.scaling.factor=8", "model.rope.scaling.original_max_positions=16")
@@ -52,6 +55,7 @@ IDS = ("data.kind=tokens", "data.path={place}/ids.bin", "data.cache_dir=null", "
 TOKENIZER_FILE = ("tokenizer.kind=file", "tokenizer.path={place}/tokenizer.json", "tokenizer.eos_token=<end>")
 NOT_YET = "not available in this version"
 LONG = "generate.max_tokens=40"
+SMALL_BUCKETS = ("parallelism.bucket_mib=0.04",)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,12 @@ class Row:
 
 def row(key: str, value: str, observe: Observer, *around: str) -> Row:
     return Row(key, (f"{key}={value}",), observe, around)
+
+
+def missing_device(place: Place, *words: str) -> str:
+    """Why the device of a launch cannot be used; empty when it can. On a Mac that has it, it is used and named."""
+    why = refused(place, *words)
+    return why or detect_machine(compose_config(place.words(*words)).config.launch).device
 
 
 ROWS = (
@@ -168,7 +178,7 @@ ROWS = (
     row("schedule.min_lr_ratio", "0.5", computed),
     row("schedule.decay_steps", "2", computed, "schedule.kind=wsd"),
     row("parallelism.kind", "fsdp", refused),
-    row("parallelism.dp_replicate", "2", refused),
+    row("parallelism.dp_replicate", "2", degrees),
     row("parallelism.dp_shard", "2", refused),
     row("parallelism.cp", "2", refused),
     row("parallelism.tp", "2", refused),
@@ -176,6 +186,11 @@ ROWS = (
     row("parallelism.schedule", "gpipe", refused),
     row("parallelism.reduction", "canonical", refused),
     row("parallelism.offload", "cpu", refused),
+    row("parallelism.bucket_mib", "0.02", buckets),
+    row("parallelism.first_bucket_mib", "0.01", buckets, *SMALL_BUCKETS),
+    row("parallelism.gradient_as_bucket_view", "false", buckets, *SMALL_BUCKETS),
+    row("parallelism.static_graph", "true", buckets, *SMALL_BUCKETS),
+    row("parallelism.compression", "bf16", buckets, *SMALL_BUCKETS),
     row("checkpoint.every", "2", checkpoints),
     row("checkpoint.keep", "1", checkpoints, "checkpoint.every=2"),
     row("tracker.wandb.enabled", "true", tracked),
@@ -189,11 +204,13 @@ ROWS = (
     row("cluster.nodes", "2", refused),
     row("cluster.devices_per_node", "8", refused),
     row("cluster.memory_gib", "80", refused),
-    row("launch.nproc", "2", refused),
-    row("launch.device", "mps", refused),
+    row("launch.nproc", "2", launched),
+    row("launch.device", "mps", missing_device),
     row("launch.threads", "2", process_in_update),
-    row("launch.timeout_seconds", "60", refused),
-    row("launch.env", "{A:b}", refused),
+    row("launch.timeout_seconds", "2", outlives_a_pause),
+    row("launch.env", "{PYTHONPROFILEIMPORTTIME:1}", launched, "launch.nproc=2"),
+    row("sweep.jobs", "2", swept),
+    row("sweep.only", "1", swept),
     row("evaluate.step", "2", evaluated),
     row("evaluate.batch_size", "2", scored_batches),
     row("evaluate.tokens", "24", evaluated),
@@ -217,11 +234,11 @@ REFUSED_KEYS = {row.key for row in ROWS if row.observe is refused}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(tmp_path_factory, ranks: RankPool):
     root = tmp_path_factory.mktemp("every-key")
     (root / "runs").mkdir()
     write_material(root)
-    return Place(write_text(root / "text", bytes_per_document=60), root / "runs")
+    return RankPlace(write_text(root / "text", bytes_per_document=60), root / "runs", ranks)
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,27 @@ MISTAKES = [
     (["tracker.wandb.project=x"], ["tracker.wandb.project=x", "is not used", "tracker=wandb"]),
     (["tracker=wandbb"], ["tracker=wandbb", "the options of tracker are tensorboard, wandb", "tracker=wandb"]),
     (["cluster.nodes=2"], ["cluster.nodes=2", "not available in this version", "leave out cluster.nodes"]),
-    (["parallelism.tp=2"], ["parallelism.tp=2", "not available in this version, which runs one process", "parallelism.tp=1"]),
-    (["launch.nproc=4"], ["launch.nproc=4", "not available in this version, which runs one process", "launch.nproc=1"]),
+    (["parallelism.tp=2"], ["parallelism.tp=2", "not available in this version, whose ranks keep whole", "parallelism.tp=1"]),
+    (["parallelism=fsdp"], ["parallelism=fsdp", "not available in this version", "parallelism=ddp"]),
+    (["parallelism.compression=fp8"], ["compression=fp8", "one of none, bf16", "parallelism.compression=none or bf16"]),
+    (
+        ["parallelism.reduction=canonical"],
+        ["reduction=canonical", "not available in this version", "parallelism.reduction=ring"],
+    ),
+    # ranks
+    (["launch.nproc=0"], ["launch.nproc=0", "a whole number >= 1", "(ranks)", "launch.nproc=1"]),
+    (["launch.device=gpu"], ["launch.device=gpu", "one of auto, cpu, cuda, mps", "launch.device=cpu"]),
+    (["launch.timeout_seconds=0.5"], ["timeout_seconds=0.5", "a number >= 1", "(seconds)", "launch.timeout_seconds=1"]),
+    (["launch.timeout_seconds=inf"], ["timeout_seconds=inf", "finite", "launch.timeout_seconds="]),
+    (["launch.env.RANK=3"], ["launch.env.RANK=3", "what starts the ranks sets this one itself", "leave out launch.env.RANK"]),
+    (["launch.env.HF_TOKEN=abc"], ["launch.env.HF_TOKEN", "no secret belongs", "export HF_TOKEN before the command"]),
+    (["parallelism.bucket_mib=0"], ["parallelism.bucket_mib=0", "a number > 0", "(MiB)"]),
+    (
+        ["parallelism.first_bucket_mib=99"],
+        ["first_bucket_mib=99", "at most parallelism.bucket_mib = 25", "first_bucket_mib=25"],
+    ),
+    (["sweep.jobs=0"], ["sweep.jobs=0", "a whole number >= 1", "(jobs)", "sweep.jobs=1"]),
+    (["sweep.only=-1"], ["sweep.only=-1", "a whole number >= 0", "sweep.only=0"]),
     # values
     (["train.steps=1000.0"], ["train.steps=1000.0", "a whole number >= 1 and <= 1099511627776 (updates)", "train.steps=1000"]),
     (["train.log_every=0"], ["train.log_every=0", "a whole number >= 1", "train.log_every=1"]),
@@ -95,7 +114,7 @@ def test_there_are_enough_mistakes() -> None:
 def test_all_mistakes_come_in_one_report(tmp_path: Path) -> None:
     words = [
         *("trian.steps=5", "+precision=fp61", "+foo=1", "train.log_every=0", "optimizer.lr=nan", "recompute=budget"),
-        *("model.attention.num_heads=3", "data.path=x", "~loss", "launch.nproc=2", "schedule=mine"),
+        *("model.attention.num_heads=3", "data.path=x", "~loss", "launch.nproc=0", "schedule=mine"),
     ]
     write(tmp_path, "schedule/mine", "kind: cosine\nmin_lr: 0.1\nwarmup_steps: soon")
     with pytest.raises(ConfigError) as caught:

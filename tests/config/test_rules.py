@@ -151,8 +151,20 @@ CASES = {
         "data=synthetic tokenizer=char",
         ["data=synthetic model.vocab_size=32000", "data=synthetic tokenizer=byte"],
     ),
-    "one_process_only": ("parallelism.pp=2", ["parallelism.dp_replicate=1 launch.nproc=1", "parallelism.tp=1"]),
+    "one_data_axis_only": ("parallelism.pp=2", ["parallelism.dp_replicate=4 launch.nproc=4", "parallelism.tp=1"]),
     "ddp_keeps_whole_copies": ("parallelism.dp_shard=auto", ["parallelism.dp_shard=1"]),
+    "first_bucket_is_no_larger": (
+        "parallelism.first_bucket_mib=30",
+        [
+            "parallelism.first_bucket_mib=25",
+            "parallelism.first_bucket_mib=30 parallelism.bucket_mib=30",
+            "parallelism.bucket_mib=0.5",
+        ],
+    ),
+    "environment_is_plain": (
+        "launch.env.MASTER_PORT=1",
+        ["launch.env.NCCL_DEBUG=INFO", "launch.env={A:b,_c1:d}", "launch.env.TOKENIZERS_PARALLELISM=false"],
+    ),
     "trackers_are_on": ("tracker.wandb.project=mine", ["tracker=wandb tracker.wandb.project=mine", "tracker=tensorboard"]),
     "greedy_sampling_has_no_candidates": (
         "generate.temperature=0 generate.top_p=0.5",
@@ -179,6 +191,32 @@ def test_a_rule_refuses_exactly_its_combination(name: str, monkeypatch: pytest.M
     with pytest.raises(ConfigError) as alone:
         compose_config(_words(breaking))
     assert alone.value.problems == (problem,)
+
+
+@pytest.mark.parametrize(
+    ("word", "rule"),
+    [
+        *(
+            (f"launch.env.{name}=1", "sets this one itself")
+            for name in ("RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "WORLD_SIZE")
+        ),
+        *((f"launch.env.{name}=1", "sets this one itself") for name in ("SLURM_PROCID", "TORCHELASTIC_RUN_ID", "LLMTRAIN_X")),
+        *(
+            (f"launch.env.{name}=hidden", "no secret belongs")
+            for name in ("WANDB_API_KEY", "HF_TOKEN", "aws_secret_access_key")
+        ),
+        *((f"launch.env.{name}=hidden", "no secret belongs") for name in ("MYAPIKEY", "DB_PASSWORD", "GOOGLE_CREDENTIALS")),
+        ("launch.env={A-B:1}", "a name of letters"),
+        ("launch.env={1A:1}", "a name of letters"),
+    ],
+)
+def test_variables_that_may_not_be_kept_in_a_config(word: str, rule: str) -> None:
+    """The value of a secret is not repeated: the message may end in a log that others read."""
+    with pytest.raises(ConfigError) as caught:
+        compose_config([word])
+    (problem,) = caught.value.problems
+    assert rule in problem.rule and problem.what.startswith("launch.env.")
+    assert "hidden" not in f"{problem.what}{problem.rule}{problem.cure}"
 
 
 def test_every_rule_has_a_case() -> None:

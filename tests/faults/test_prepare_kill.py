@@ -120,6 +120,7 @@ def test_b55_a_scheduler_that_ends_the_job_may_start_it_again(
     process = start(text, cache, verb, words)
     errors = stop(process, cache, number, to_all)
     assert process.returncode == 75 and "Traceback" not in errors
-    assert f"stopped by {number.name} while text was prepared" in errors and "the same command goes on" in errors
+    when = "while text was prepared" if verb == "prepare" else "before the first update"
+    assert f"stopped by {number.name} {when}" in errors and "the same command goes on" in errors
     finish(text, cache)
     assert content(cache) == expected

@@ -23,6 +23,7 @@ from llmtrain.config.errors import LlmtrainError
 from llmtrain.data import prepare
 from llmtrain.data.corpus import build_corpus
 from llmtrain.data.loader import ValidationLoader
+from llmtrain.dist.ranks import alone
 from llmtrain.dist.torch_private import TorchDispatchMode
 from llmtrain.metrics.memory import NoLedger, StorageLedger
 from llmtrain.metrics.tracker_wandb import WandbTracker
@@ -60,7 +61,7 @@ def engine_of(place: Place, words: tuple[str, ...], ledger: Any = None) -> tuple
         config.data, config.tokenizer, seed=config.run.seed, vocab_size=config.model.vocab_size, progress=lambda text: None
     )
     plan = make_plan(config, detect_machine(config.launch), vocab_size=corpus.tokenizer.vocab_size)
-    return build_engine(config, plan, ledger or NoLedger()), corpus, plan
+    return build_engine(config, plan, ledger or NoLedger(), alone()), corpus, plan
 
 
 def built(place: Place, *words: str) -> Any:
@@ -73,7 +74,7 @@ def update(engine: Any, corpus: Any, plan: Any, number: int) -> Any:
     size = plan.batch.micro_batch_size
     first = (number - 1) * plan.batch.global_batch_size
     batches = [corpus.train.batch(first + index * size, size) for index in range(plan.batch.num_microbatches)]
-    return engine.train_step(number, batches)
+    return engine.train_step(number, batches, sum(batch.num_targets for batch in batches))
 
 
 def computed(place: Place, *words: str) -> Any:

@@ -44,7 +44,9 @@ def start(
     """A start that got so far: its files, its checkpoints, its last status."""
     folder.create()
     opening = decide(folder, config)
-    folder.record_start(config, ["model=tiny"], plan_of(config), describe_environment("cpu", "test", 1), opening)
+    folder.record_start(
+        config, ["model=tiny"], plan_of(config), describe_environment(plan_of(config), "test", ["here"]), opening
+    )
     for number in saved:
         CheckpointStore(folder.checkpoints, 99, folder.files).save(number, {"w": torch.zeros(1)}, {})
     if code is not None:

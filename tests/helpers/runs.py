@@ -35,6 +35,7 @@ TIMES_AND_MEMORY = (
     "step_seconds",
     "tokens_per_second",
     "mfu",
+    "exposed_comm_seconds",
     "peak_memory_bytes",
     "memory",
     "activations_peak_bytes",

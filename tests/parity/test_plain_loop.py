@@ -8,6 +8,7 @@ import torch
 from helpers.plain_loop import PlainAdamW, llama, mean_loss
 from helpers.tiny import VOCAB_SIZE, config_of, cut, plan_of, rows
 
+from llmtrain.dist.ranks import alone
 from llmtrain.metrics.memory import NoLedger
 from llmtrain.train.assemble import build_engine
 
@@ -34,9 +35,11 @@ def batches(packing):
 def train(keys, packing, micro_batch_size=ROWS):
     """(losses, norms, weights before, weights after) of five updates of ours."""
     config = config_of(SETTINGS | keys)
-    engine = build_engine(config, plan_of(config), NoLedger())
+    engine = build_engine(config, plan_of(config), NoLedger(), alone())
     before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
-    results = [engine.train_step(k, cut(batch, micro_batch_size)) for k, batch in enumerate(batches(packing), 1)]
+    results = [
+        engine.train_step(k, cut(batch, micro_batch_size), batch.num_targets) for k, batch in enumerate(batches(packing), 1)
+    ]
     after = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     return [r.loss for r in results], [r.grad_norm for r in results], before, after
 
@@ -100,7 +103,7 @@ def test_b01_every_cut_and_backend_equals_the_reference_path(reference, micro_ba
 def gradients(keys, packing, micro_batch_size=ROWS, dtype=None):
     """Gradients of the first update, without the optimizer."""
     config = config_of(SETTINGS | keys | {"data.packing": packing})
-    engine = build_engine(config, plan_of(config), NoLedger())
+    engine = build_engine(config, plan_of(config), NoLedger(), alone())
     batch = batches(packing)[0]
     engine._forward_backward.run(cut(batch, micro_batch_size), seed=0, update=1, num_targets=batch.num_targets)
     return {name: p.grad.double() for name, p in engine.model.named_parameters()}
@@ -141,11 +144,11 @@ def test_b01_worked_value_and_planted_mean_of_means():
     """Sums (2, 1 target) and (90, 9 targets): 9.2, and the two wrong denominators are seen by the tests above."""
     assert (2 + 90) / (1 + 9) == 9.2
     config = config_of(SETTINGS | {"data.packing": "padded", "accumulation.micro_batch_size": 1})
-    engine = build_engine(config, plan_of(config), NoLedger())
+    engine = build_engine(config, plan_of(config), NoLedger(), alone())
     batch = batches("padded")[0]
     parts = cut(batch, 1)
-    means = [engine.evaluate([part]).loss for part in parts]
-    result = engine.train_step(1, parts)
+    means = [engine.evaluate([part], lambda: False).loss for part in parts]
+    result = engine.train_step(1, parts, sum(part.num_targets for part in parts))
     weighted = sum(mean * part.num_targets for mean, part in zip(means, parts, strict=True)) / batch.num_targets
     assert result.loss == pytest.approx(weighted, rel=1e-6)
     assert abs(result.loss - sum(means) / len(means)) > 1e-4 * result.loss

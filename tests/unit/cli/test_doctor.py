@@ -11,6 +11,7 @@ from llmtrain.cli.doctor import PACKAGES, option_table
 from llmtrain.config.compose import group_options
 from llmtrain.config.keys import choice_key
 from llmtrain.config.schema import GROUPS
+from llmtrain.dist.world import LaunchFacts
 from llmtrain.plan.plan import Availability
 from llmtrain.train.machine import options_here
 
@@ -19,7 +20,7 @@ def test_report_covers_every_group_option_and_word(capsys: pytest.CaptureFixture
     assert dispatch(["doctor", "output=json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report["versions"]) == {"python", *PACKAGES}
-    assert report["machine"]["device"] in ("cpu", "cuda") and report["machine"]["cores"] >= 1
+    assert report["machine"]["device"] in ("cpu", "cuda", "mps") and report["machine"]["cores"] >= 1
     for group in GROUPS:
         info = choice_key(group)
         words = {*info.choices, *info.later} if info else set()
@@ -61,3 +62,30 @@ def test_what_cannot_train_here_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch
     options = json.loads(capsys.readouterr().out)["options"]["attention"]
     assert options["flex"] == {"available": True, "reason": "", "limit": "no training on cpu"}
     assert "limit" not in options["sdpa"] and "limit" not in options["flash_attn"]
+
+
+def page_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], facts: LaunchFacts) -> str:
+    monkeypatch.setattr("llmtrain.train.machine.read_launch", lambda environ, nproc: facts)
+    monkeypatch.setenv("COLUMNS", "140")
+    assert dispatch(["doctor", "launch.device=cpu"]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_page_says_what_started_the_ranks_and_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm = LaunchFacts(3, 1, 4, "SLURM_STEP_NUM_TASKS", local_world_size=2, num_nodes=2)
+    page = page_with(monkeypatch, capsys, slurm)
+    assert "processes 4 (SLURM_STEP_NUM_TASKS, of srun; 2 on this host, 2 hosts)" in page and "GiB for each rank" in page
+    own = LaunchFacts(0, 0, 2, "launch.nproc", local_world_size=2)
+    assert "processes 2 (launch.nproc; 2 on this host, 1 host)" in page_with(monkeypatch, capsys, own)
+    alone = page_with(monkeypatch, capsys, LaunchFacts(0, 0, 1, "one process"))
+    assert "processes 1 (one process)" in alone and "for each rank" not in alone
+
+
+def test_mps_is_an_option_with_a_reason(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("llmtrain.train.machine.mps_missing_reason", lambda: "not a Mac")
+    assert dispatch(["doctor", "output=json", "launch.device=cpu"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["options"]["launch"]["mps"] == {"available": False, "reason": "not a Mac"}
+    assert report["options"]["launch"]["cpu"]["available"] is True

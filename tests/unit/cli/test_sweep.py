@@ -1,72 +1,47 @@
-"""Sweeps: how jobs are laid out, run, stopped and summed up. Jobs are played by stubs, except where processes are what is tested."""
+"""Sweeps as a whole: how they are laid out, what is refused, what is left at the end. Jobs are played."""
 
 from __future__ import annotations
 
 import csv
-import io
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+import yaml
+from helpers.played_jobs import Stage
 from helpers.scripts import ROOT
 
 from llmtrain.cli import sweep as sweep_module
-from llmtrain.cli.arguments import parse_arguments
+from llmtrain.cli import sweep_share, train
+from llmtrain.cli.arguments import Arguments, parse_arguments
 from llmtrain.cli.dispatch import dispatch
-from llmtrain.cli.sweep import job_suffix, lay_out, quoted, run_jobs, run_process
-from llmtrain.cli.sweep_table import table
+from llmtrain.cli.request import compose
+from llmtrain.cli.sweep_layout import job_suffix, lay_out, quoted
 from llmtrain.config.compose import compose_config
 from llmtrain.config.errors import ConfigError
-from llmtrain.metrics.sinks import TAIL_BYTES
+from llmtrain.dist.devices import available_cores
 from llmtrain.train.run_lock import RunLock
 
 GRID = ["-m", "+precision=fp32,bf16", "optimizer.lr=0.001,0.01", "run.name=grid"]
+
+TWO_RANKS = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+"""The environment of one of them."""
 
 
 @pytest.fixture(autouse=True)
 def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def played(codes: Sequence[int], losses: Sequence[float | None], calls: list[Sequence[str]]) -> Callable[..., int]:
-    """A runner that writes what a job would leave behind."""
-
-    def runner(command: Sequence[str], log: Path, noted: Sequence[int], tick: Callable[[str], None]) -> int:
-        number = len(calls)
-        calls.append(command)
-        config = compose_config(
-            command[4:] if not command[4].startswith("--") else [w for w in command[4:] if not w.startswith("--")]
-        )
-        folder = Path(config.config.run.dir) / str(config.config.run.name)
-        folder.mkdir(parents=True)
-        tick("")
-        log.write_text("loading\nerror: out of luck\n  rule  none\n")
-        if losses[number] is not None:
-            records = [
-                {"step": 1, "loss": 3.0, "tokens_per_second": 100.0, "peak_memory_bytes": 5 * 2**20, "val_loss": 9.0},
-                {
-                    "step": 2,
-                    "loss": 2.0,
-                    "tokens_per_second": 300.0,
-                    "peak_memory_bytes": 4 * 2**20,
-                    "val_loss": losses[number],
-                },
-                {"step": 3, "loss": 2.0, "tokens_per_second": 200.0, "peak_memory_bytes": 4 * 2**20},
-            ]
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        return codes[number]
-
-    return runner
 
 
 def test_jobs_are_every_combination_in_folders_of_their_own() -> None:
@@ -78,21 +53,22 @@ def test_jobs_are_every_combination_in_folders_of_their_own() -> None:
         "2-precision-bf16-optimizer.lr-0.001",
         "3-precision-bf16-optimizer.lr-0.01",
     )
-    for name, command in zip(sweep.names, sweep.commands, strict=True):
-        assert command[:4] == (sys.executable, "-m", "llmtrain", "train")
+    for index, name in enumerate(sweep.names):
+        command = sweep.command(index)
+        assert command[:4] == [sys.executable, "-m", "llmtrain", "train"]
         parsed = parse_arguments(command[3:])
         assert parsed.config_name == "train" and not parsed.multirun
         run = compose_config(parsed.words).config.run
         assert (Path(run.dir), run.name) == (sweep.folder, name)
         assert [word for word in parsed.words if word.startswith("run.name")] == [f"run.name={name}"]
-    assert compose_config(parse_arguments(sweep.commands[3][3:]).words).config.optimizer.lr == 0.01
+    assert compose_config(parse_arguments(sweep.command(3)[3:]).words).config.optimizer.lr == 0.01
 
 
 def test_own_config_folders_reach_the_jobs(tmp_path: Path) -> None:
     (tmp_path / "mine" / "optimizer").mkdir(parents=True)
     (tmp_path / "mine" / "optimizer" / "slow.yaml").write_text("# saves nothing\nlr: 1e-5\n")
     sweep = lay_out(parse_arguments(["-m", "--config-dir", "mine", "optimizer=slow", "run.seed=1,2"]))
-    parsed = parse_arguments(sweep.commands[0][3:])
+    parsed = parse_arguments(sweep.command(0)[3:])
     assert compose_config(parsed.words, config_dirs=parsed.config_dirs).config.optimizer.lr == 1e-5
     assert sweep.folder.parent == Path("runs") and "-sweep-" in sweep.folder.name
 
@@ -100,7 +76,8 @@ def test_own_config_folders_reach_the_jobs(tmp_path: Path) -> None:
 def test_folder_names_can_be_typed_and_stay_short() -> None:
     assert "=" not in job_suffix({"a.b": "x=y z/..", "c": "[1,2]"}) and "/" not in job_suffix({"a": "x/y"})
     assert len(job_suffix({"key": "v" * 500})) <= 80
-    for text in ("a,b", "it's", "x=y", "runs/täglich"):
+    assert quoted("/runs/a-b_1.x") == "/runs/a-b_1.x"
+    for text in ("a,b", "it's", "x=y", "runs/täglich", "null", "1e3", "runs/a", "a b/c", "range(1,2)/x", "$x/y"):
         assert compose_config([f"run.dir={quoted(text)}"]).config.run.dir == text
 
 
@@ -110,6 +87,9 @@ def test_folder_names_can_be_typed_and_stay_short() -> None:
         (["run.name=a,b"], "run.name swept"),
         (["run.dir=a,b"], "run.dir swept"),
         (["output=table,json"], "output swept"),
+        (["sweep.jobs=1,2"], "sweep.jobs swept"),
+        (["sweep.only=0,1"], "sweep.only swept"),
+        (["sweep.jobs=0"], "sweep.jobs=0"),
         (["train.stesp=1,2"], "train.steps"),
         (["optimizer.lr=-1,-2"], "optimizer.lr=-1"),
     ],
@@ -124,36 +104,113 @@ def test_one_illegal_combination_is_left_to_its_job() -> None:
     assert len(lay_out(parse_arguments(["-m", "optimizer.lr=-1,0.1"])).jobs) == 2
 
 
-def test_a_sweep_inside_a_multi_process_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+def on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TWO_RANKS.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="WORLD_SIZE=2"):
-        lay_out(parse_arguments(GRID))
 
 
-def test_a_failing_job_is_a_row_and_not_the_end() -> None:
-    calls: list[Sequence[str]] = []
-    progress = io.StringIO()
+def test_a_sweep_started_as_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_two_ranks(monkeypatch)
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2\n  rule  .*every rank would start them all\n  try   .*sweep.only=K"):
+        lay_out(parse_arguments([*GRID, "launch.nproc=2"]))
+
+
+def test_jobs_with_ranks_are_no_reason_to_refuse() -> None:
+    sweep = lay_out(parse_arguments([*GRID[:-1], "launch.nproc=1,2"]))
+    assert [word for word in sweep.words(1) if word.startswith("launch")] == ["launch.nproc=2"]
+
+
+def test_the_keys_of_the_sweep_are_not_passed_on_to_its_jobs() -> None:
+    sweep = lay_out(parse_arguments([*GRID, "sweep.jobs=3"]))
+    assert sweep.num_slots == 3 and not any("sweep" in word for index in range(4) for word in sweep.command(index))
+    assert lay_out(parse_arguments([*GRID, "sweep.jobs=99"])).num_slots == 4
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Arguments]:
+    """The command lines that were trained, in place of training them."""
+    calls: list[Arguments] = []
+
+    def run(arguments: Arguments) -> int:
+        calls.append(arguments)
+        return 77
+
+    monkeypatch.setattr(train, "run", run)
+    return calls
+
+
+def test_one_job_of_an_array_is_a_plain_training_in_this_process(
+    trained: list[Arguments], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "mine" / "optimizer").mkdir(parents=True)
+    (tmp_path / "mine" / "optimizer" / "slow.yaml").write_text("# saves nothing\nlr: 1e-5\n")
+    on_two_ranks(monkeypatch)
+    folder = Path("runs/grid")
+    folder.mkdir(parents=True)
+    more = ["--config-dir", "mine", "optimizer=slow", "output=json", "launch.nproc=2", "sweep.only=2"]
+    with RunLock(folder):  # another job of the array, or whoever collects
+        assert dispatch([*GRID, *more]) == 77, "the exit code of the training"
+    (arguments,) = trained
+    config = compose(arguments).config
+    assert (Path(config.run.dir), config.run.name) == (folder, "2-precision-bf16-optimizer.lr-0.001")
+    assert (config.output, config.launch.nproc, config.optimizer.lr) == ("json", 2, 0.001)
+    assert not arguments.multirun and not any("sweep" in word for word in arguments.words)
+    assert not (folder / "logs").exists()
+
+
+def test_a_job_of_an_array_goes_where_the_sweep_looks_for_it(trained: list[Arguments]) -> None:
+    dispatch([*GRID, "sweep.only=3"])
     sweep = lay_out(parse_arguments(GRID))
-    results, stopped = run_jobs(sweep, played([0, 2, 0, 78], [1.5, None, 1.25, None], calls), progress)
-    assert len(calls) == 4 and not stopped
-    assert [result.exit_code for result in results] == [0, 2, 0, 78]
-    assert results[1].reason == "out of luck: none" and results[0].reason == ""
-    assert (results[0].tokens_per_second, results[0].peak_memory_bytes, results[0].steps) == (200.0, 5 * 2**20, 3)
-    lines = table(results)
-    assert lines[0].split() == ["precision", "optimizer.lr", "val", "loss", "tok/s", "peak", "MiB", "seconds", "ended"]
-    assert lines[1].split()[:5] == ["bf16", "0.001", "1.2500", "200", "5"]
-    assert lines[2].split()[:3] == ["fp32", "0.001", "1.5000"]
-    assert lines[3].split()[:3] == ["fp32", "0.01", "–"] and lines[3].endswith("exit 2: out of luck: none")
-    assert all(f"{number}/4  precision=" in progress.getvalue() for number in (1, 2, 3, 4))
+    assert compose(trained[0]).wire == compose_config(sweep.words(3)).wire
+
+
+def test_words_of_one_job_keep_their_places_in_messages() -> None:
+    typed = ["-m", "sweep.only=1", "run.name=grid", "optimizer.lr=0.1,-1", "train.steps=3"]
+    arguments = parse_arguments(typed)
+    with pytest.raises(ConfigError, match="set   command line, word 4"):
+        compose(lay_out(arguments).plain_training(1, arguments.positions))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["sweep.only=4"], "sweep.only=4\n  rule  the jobs of this sweep are numbered 0 to 3\n  try   sweep.only=3"),
+        (["sweep.only=0", "sweep.jobs=2"], "sweep.jobs=2\n  rule  sweep.only=0 runs one job"),
+        (["sweep.only=0", "run.name=null"], "sweep.only=0\n  rule  .*by its name\n  try   run.name=NAME"),
+        (["sweep.only=-1"], "sweep.only=-1"),
+    ],
+)
+def test_what_is_no_job_of_an_array_is_refused(trained: list[Arguments], words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        lay_out(parse_arguments([*GRID, *words]))
+    assert dispatch([*GRID, *words]) == 2 and not trained
+
+
+@pytest.mark.parametrize("argv", [["sweep.jobs=2"], ["train", "+sweep.only=1"], ["--cfg", "job", "sweep.jobs=2"]])
+def test_b56_the_keys_of_a_sweep_are_refused_without_one(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert dispatch(argv) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {argv[-1]}\n  rule  only with -m") and f"llmtrain -m {argv[-1]}" in told
+
+
+def test_jobs_at_the_same_time_share_the_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = Stage([0] * 4, num_polls=[3] * 4)
+    monkeypatch.setattr(sweep_module, "start_process", stage)
+    monkeypatch.setattr(sweep_share, "ask_host", lambda environ: sweep_share.Host(12, ("4", "5", "6", "7")))
+    assert dispatch([*GRID, "sweep.jobs=2", "launch.nproc=2"]) == 0
+    assert [command[-1] for command in stage.commands] == ["launch.threads=3"] * 4
+    assert {environment["CUDA_VISIBLE_DEVICES"] for environment in stage.environments} == {"4,5", "6,7"}
+    assert "4 jobs, 2 at a time" in capsys.readouterr().out
+    assert dispatch([*GRID[:-1], "run.name=wide", "sweep.jobs=3", "launch.nproc=2"]) == 2
+    assert "try   sweep.jobs=2, or launch.device=cpu" in capsys.readouterr().err and not Path("runs/wide").exists()
 
 
 @pytest.mark.parametrize(("codes", "code"), [([0, 0, 0, 0], 0), ([0, 1, 0, 0], 1)])
 def test_exit_code_csv_and_document(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], codes: list[int], code: int
 ) -> None:
-    calls: list[Sequence[str]] = []
-    monkeypatch.setattr(sweep_module, "run_process", played(codes, [1.0, 2.0, 3.0, 4.0], calls))
+    stage = Stage(codes, [1.0, 2.0, 3.0, 4.0])
+    monkeypatch.setattr(sweep_module, "start_process", stage)
     assert dispatch([*GRID, "output=json"]) == code
     out, err = capsys.readouterr()
     jobs = json.loads(out)["jobs"]
@@ -162,16 +219,16 @@ def test_exit_code_csv_and_document(
     rows = list(csv.DictReader(Path("runs/grid/sweep.csv").open()))
     assert [row["optimizer.lr"] for row in rows] == ["0.001", "0.01", "0.001", "0.01"]
     assert [row["exit_code"] for row in rows] == [str(number) for number in codes]
-    assert not any(word.startswith("output=") for command in calls for word in command)
+    assert not any(word.startswith("output=") for command in stage.commands for word in command)
 
 
 def test_a_job_that_was_told_to_stop_ends_the_sweep(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls: list[Sequence[str]] = []
-    monkeypatch.setattr(sweep_module, "run_process", played([0, 75], [1.0, 2.0], calls))
+    stage = Stage([0, 75], [1.0, 2.0])
+    monkeypatch.setattr(sweep_module, "start_process", stage)
     assert dispatch(GRID) == 75
-    assert len(calls) == 2
+    assert len(stage.jobs) == 2
     assert capsys.readouterr().out.splitlines()[-1] == "go on  the same command with run.name=grid"
 
 
@@ -192,7 +249,7 @@ def test_a_second_sweep_in_the_folder_of_a_running_one_is_refused(capsys: pytest
 def test_the_document_is_json_whatever_the_losses_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sweep_module, "run_process", played([0] * 4, [math.nan, math.inf, -math.inf, 1.0], []))
+    monkeypatch.setattr(sweep_module, "start_process", Stage([0] * 4, [math.nan, math.inf, -math.inf, 1.0]))
     assert dispatch([*GRID, "output=json"]) == 0
 
     def refuse(word: str) -> float:
@@ -215,153 +272,47 @@ def test_a_sweep_waits_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_a_process_writes_its_log_and_returns_its_code(tmp_path: Path) -> None:
-    ticks: list[str] = []
-    # A process group of its own: Ctrl-C on the terminal must reach the job once, by way of the sweep.
-    script = (
-        "import os, sys, time; print(os.getpgid(0) == os.getpid()); print('err', file=sys.stderr); time.sleep(1.2); sys.exit(7)"
-    )
-    assert run_process([sys.executable, "-c", script], tmp_path / "log", [], ticks.append) == 7
-    assert set((tmp_path / "log").read_text().split()) == {"True", "err"}
-    assert ticks and not any(ticks)
+def small(*words: str) -> list[str]:
+    """A sweep whose jobs take a second of computing."""
+    shape = [
+        "model.num_layers=1",
+        "model.attention.num_heads=2",
+        "data.sequence_length=16",
+    ]
+    run = ["train.steps=2", "launch.device=cpu", "accumulation.global_batch_size=2", "generate.max_tokens=1"]
+    return ["-m", "data=synthetic", *shape, *run, *words]
 
 
-SAVING_JOB = """
-import signal, sys, time
-got = []
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, lambda number, frame: got.append(signal.Signals(number).name))
-print("ready", flush=True)
-while not got:
-    time.sleep(0.02)
-print("saving", flush=True)
-time.sleep(2)
-print("saved", *got, flush=True)
-sys.exit(75)
-"""
+@pytest.mark.timeout(300)
+def test_four_jobs_two_at_a_time_of_which_one_fails(tmp_path: Path) -> None:
+    """Real processes; then the array job that a failed one can be repeated as, and the same command, which only collects."""
+    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from llmtrain.__main__ import main; sys.exit(main())"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
+    def llmtrain(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", script, *words]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
 
-def strike(log: Path, blows: Sequence[tuple[str, signal.Signals]]) -> threading.Thread:
-    """A thread that signals this process each time the log holds the word."""
-
-    def work() -> None:
-        for word, number in blows:
-            while not log.exists() or word not in log.read_text():
-                time.sleep(0.02)
-            os.kill(os.getpid(), number)
-            time.sleep(0.05)  # two signals of a kind at once are one
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
-
-
-@pytest.fixture
-def handlers_restored() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    yield
-    assert {number: signal.getsignal(number) for number in before} == before
-
-
-@pytest.mark.usefixtures("handlers_restored")
-@pytest.mark.parametrize(
-    ("blows", "passed_on"),
-    [
-        (["SIGINT"], ["SIGINT"]),
-        (["SIGTERM"], ["SIGTERM"]),
-        (["SIGUSR1"], ["SIGUSR1"]),
-        (["SIGINT", "SIGINT", "SIGINT"], ["SIGINT"]),
-        (["SIGINT", "SIGTERM", "SIGINT", "SIGTERM"], ["SIGINT", "SIGTERM"]),
-    ],
-)
-def test_signals_stop_the_sweep_after_the_running_job_and_reach_it_once_a_kind(
-    monkeypatch: pytest.MonkeyPatch, blows: list[str], passed_on: list[str]
-) -> None:
-    """A second Ctrl-C would tell the job not to save."""
-    sweep = lay_out(parse_arguments(GRID))
-    command = (sys.executable, "-c", SAVING_JOB)
-    log = sweep.folder / "logs" / f"{sweep.names[0]}.log"
-    first, *others = (signal.Signals[name] for name in blows)
-    thread = strike(log, [("ready", first), *(("saving", number) for number in others)])
-    screen = io.StringIO()
-    results, stopped = run_jobs(replace(sweep, commands=(command,) * 4), run_process, screen)
-    thread.join()
-    assert stopped and [result.exit_code for result in results] == [75]
-    assert log.read_text().split() == ["ready", "saving", "saved", *passed_on]
-    assert screen.getvalue().count("told to stop, saving first (kill -KILL ") >= 1
-
-
-@pytest.mark.usefixtures("handlers_restored")
-def test_a_signal_between_two_jobs_stops_the_sweep() -> None:
-    calls: list[Sequence[str]] = []
-    runner = played([0, 0, 0, 0], [1.0, 2.0, 3.0, 4.0], calls)
-
-    def struck(*arguments: Any) -> int:
-        code = runner(*arguments)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return code
-
-    results, stopped = run_jobs(lay_out(parse_arguments(GRID)), struck, io.StringIO())
-    assert stopped and len(results) == len(calls) == 1
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_terminal_gets_one_line_a_job_that_is_rewritten() -> None:
-    calls: list[Sequence[str]] = []
-    screen = Terminal()
-    run_jobs(lay_out(parse_arguments(GRID)), played([0, 0, 0, 0], [1.0, 2.0, 3.0, 4.0], calls), screen)
-    assert screen.getvalue().count("\n") == 4 and "\r\x1b[K1/4" in screen.getvalue()
-
-
-def test_plain_progress_comes_after_three_seconds_and_then_more_rarely(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(sweep_module.time, "monotonic", lambda: clock[0])
-    (tmp_path / "metrics.jsonl").write_text('{"step": 5, "loss": "NaN"}\n')
-    stream = io.StringIO()
-    progress = sweep_module._JobProgress("1/1", tmp_path, stream)
-    said = []
-    for second in range(1, 601):
-        clock[0] = float(second)
-        before = len(stream.getvalue())
-        progress.tick("")
-        if len(stream.getvalue()) > before:
-            said.append(second)
-    assert said[:3] == [3, 6, 9] and len(said) < 60
-    assert "step 5 · loss nan" in stream.getvalue()
-
-
-class CountedFile(io.FileIO):
-    """Sums what is read from any of them."""
-
-    num_bytes = 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        data = super().read(size)
-        CountedFile.num_bytes += len(data or b"")
-        return data or b""
-
-    def readall(self) -> bytes:
-        data = super().readall()
-        CountedFile.num_bytes += len(data or b"")
-        return data or b""
-
-
-def test_progress_reads_the_end_of_a_long_file_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(f'{{"step": {step}, "loss": 2.5}}\n' for step in range(1, 100_001)))
-    monkeypatch.setattr(Path, "open", lambda self, mode: CountedFile(self, mode))
-    stream = io.StringIO()
-    sweep_module._JobProgress("1/1", tmp_path, stream).tick("new")
-    assert "step 100000 · loss 2.5000" in stream.getvalue()
-    assert 0 < CountedFile.num_bytes <= TAIL_BYTES < file.stat().st_size / 10
-
-
-def test_metrics_that_cannot_be_read_do_not_end_the_job(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").mkdir()
-    stream = io.StringIO()
-    sweep_module._JobProgress("1/1", tmp_path, stream).tick("new")
-    assert "cannot read" in stream.getvalue()
+    words = small("optimizer.lr=1e-3,1e-2", "model.dim=16,15", "run.name=grid")
+    done = llmtrain(*words, "sweep.jobs=2")
+    assert done.returncode == 1, done.stderr
+    rows = list(csv.DictReader((tmp_path / "runs/grid/sweep.csv").open()))
+    assert [(row["optimizer.lr"], row["model.dim"]) for row in rows] == [
+        *(("1e-3", "16"), ("1e-3", "15")),
+        *(("1e-2", "16"), ("1e-2", "15")),
+    ]
+    assert [row["exit_code"] for row in rows] == ["0", "2", "0", "2"] and "15" in rows[1]["reason"]
+    assert all(float(row["val_loss"]) > 0 for row in rows[::2])
+    config = yaml.safe_load((tmp_path / "runs/grid/0-optimizer.lr-1e-3-model.dim-16/config.yaml").read_text())
+    assert config["launch"]["threads"] == max(1, available_cores() // 2)
+    log = tmp_path / "runs/grid/logs/0-optimizer.lr-1e-3-model.dim-16.log"
+    printed = log.read_text()
+    again = llmtrain(*words)
+    assert again.returncode == 1 and log.read_text() == printed, "what is finished is not started again"
+    assert again.stdout.count("finished before") == 2
+    lines = [line.split() for line in again.stdout.splitlines()]
+    best = min(rows[::2], key=lambda row: float(row["val_loss"]))
+    header = next(number for number, line in enumerate(lines) if line[:1] == ["optimizer.lr"])
+    assert lines[header + 1][:3] == [best["optimizer.lr"], "16", f"{float(best['val_loss']):.4f}"]
+    one = llmtrain(*words, "sweep.only=0", "output=json")
+    assert one.returncode == 0 and "is finished" in json.loads(one.stdout)["message"]

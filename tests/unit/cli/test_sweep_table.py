@@ -20,6 +20,30 @@ def test_the_reason_is_that_of_the_status_file(tmp_path: Path) -> None:
     assert read_result(tmp_path / "none", tmp_path / "none.log", {}, 77, 1.0).steps is None
 
 
+def test_the_reason_of_an_earlier_start_is_not_that_of_this_one(tmp_path: Path) -> None:
+    """A job that was finished, or was stopped, and now fails before it has a status to write."""
+    log = tmp_path / "0.log"
+    log.write_text("error: model.dim=15\n  rule  a multiple of the heads\n")
+    for status in (
+        {"code": 0, "reason": "all updates made"},
+        {"code": 75, "reason": "stopped"},
+        {"code": None, "reason": "running"},
+    ):
+        (tmp_path / "status.json").write_text(json.dumps({"step": 3, **status}))
+        assert read_result(tmp_path, log, {}, 2, 1.0).reason == "model.dim=15: a multiple of the heads"
+        assert read_result(tmp_path, log, {}, -11, 1.0).reason == "ended by SIGSEGV"
+
+
+def test_the_reason_of_a_job_that_lost_a_rank_is_the_first_line_of_its_status(tmp_path: Path) -> None:
+    reason = "rank 1 (node7, pid 4711) was killed by SIGKILL in phase backward of step 12\nthe log is in ranks/1.log"
+    (tmp_path / "status.json").write_text(json.dumps({"code": 71, "step": 10, "reason": reason}))
+    (tmp_path / "0.log").write_text(
+        'Traceback (most recent call last):\n  File "a.py"\nRuntimeError: Connection reset by peer\n'
+    )
+    result = read_result(tmp_path, tmp_path / "0.log", {}, 71, 1.0)
+    assert result.ended() == f"exit 71: {reason.splitlines()[0]}"
+
+
 FAULT = """doing
 Traceback (most recent call last):
   File "a.py", line 1, in <module>
@@ -78,5 +102,5 @@ def test_damaged_files_of_a_job_are_no_end_of_the_sweep(tmp_path: Path, status: 
         '{"step": 1, "loss": 2.0}\n\0\0\0\n{"ste\n{"step": 3, "loss": 1.0, "val_loss": 4.0}\n'
     )
     result = read_result(tmp_path, tmp_path / "log", {}, -9, 1.0)
-    assert (result.reason, result.steps, result.val_loss, result.damaged_records) == ("killed", 3, 4.0, 2)
+    assert (result.reason, result.steps, result.val_loss, result.damaged_records) == ("ended by SIGKILL", 3, 4.0, 2)
     assert "2 damaged lines" in result.summary() and result.to_dict()["damaged_records"] == 2

@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 from helpers.scripts import ROOT
 
+from llmtrain.cli import request
+from llmtrain.cli.arguments import parse_arguments
 from llmtrain.cli.dispatch import dispatch
 from llmtrain.cli.verbs import VERBS
 from llmtrain.config.compose import Composed
+from llmtrain.config.errors import ConfigError
 from llmtrain.config.keys import leaves
 from llmtrain.config.typed import Config
 from llmtrain.metrics.console import PlainConsole
@@ -169,6 +172,8 @@ def test_b56_a_key_the_verb_does_not_read_is_refused(a_run: Path, capsys: pytest
         ([], "+generate.prompt=a b", "train reads neither", "llmtrain generate RUN_FOLDER '+generate.prompt=a b'"),
         (["-m", "train.steps=1,2"], "evaluate.step=1,2", "train reads neither", "llmtrain evaluate"),
         (["--cfg", "job"], "evaluate.step=1", "train reads neither", "llmtrain evaluate"),
+        (["evaluate", "runs/a"], "launch.env.NCCL_DEBUG=INFO", "evaluate does not read", "leave it out"),
+        (["generate", "runs/a"], "+launch.timeout_seconds=9", "generate does not read launch.timeout_seconds", "leave it out"),
         (["doctor"], "train.steps=3", "doctor reads launch and output only\n", "leave it out"),
         (["doctor"], "+experiment=smoke", "doctor reads launch and output only\n", "leave it out"),
     ],
@@ -179,6 +184,62 @@ def test_b56_train_and_doctor_refuse_what_they_do_not_read(
     assert dispatch([*argv, word]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"error: {word}\n  rule  {rule}") and cure in told
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of one of two ranks."""
+    place = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+    }
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+
+
+VERBS_OF_ONE_PROCESS = (
+    ["evaluate", "runs/a"],
+    ["generate", "runs/a"],
+    ["prepare", "data=text", "data.path=texts"],
+    ["convert", "runs/a", "hf:there"],
+)
+
+
+@pytest.mark.parametrize("argv", VERBS_OF_ONE_PROCESS, ids=lambda argv: argv[0])
+def test_a_verb_of_one_process_is_refused_on_several_ranks(
+    a_run: Path, two_ranks: None, capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    assert dispatch(argv) == 2
+    assert capsys.readouterr().err == (
+        f"error: WORLD_SIZE=2\n  rule  {argv[0]} runs in one process: each of these would do the whole work\n"
+        f"  try   llmtrain {argv[0]} by itself, without torchrun or srun\n"
+    )
+    assert dispatch([argv[0], "--cfg", "job"]) == 0, "a page is shown anywhere"
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "generate"])
+def test_a_verb_of_one_process_starts_no_ranks(a_run: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    assert dispatch([verb, "runs/a", "launch.nproc=2"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: launch.nproc=2\n  rule  {verb} runs in one process\n  try   launch.nproc=1\n  set   command line, word 3\n"
+    )
+
+
+@pytest.mark.usefixtures("a_run")
+def test_ranks_that_a_file_asks_for_are_no_matter_of_a_verb_that_starts_none() -> None:
+    """One file serves the training and the preparation of its text."""
+    primary = (ROOT / "configs/train.yaml").read_text()
+    Path("mine.yaml").write_text(f"{primary}\nlaunch:\n  nproc: 2\n")
+    own = ["--config-dir=.", "--config-name=mine"]
+    assert request.compose(parse_arguments(["prepare", *own, "data=text", "data.path=texts"])).config.launch.nproc == 2
+    with pytest.raises(
+        ConfigError, match=r"launch.nproc=2\n  rule  evaluate runs in one process\n  try .*\n  set   .*mine.yaml:"
+    ):
+        request.compose(parse_arguments(["evaluate", "runs/a", *own]))
 
 
 def test_b56_every_key_is_read_by_a_verb() -> None:

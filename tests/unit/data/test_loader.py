@@ -147,3 +147,21 @@ def test_b53_a_limit_takes_the_same_first_rows_for_any_batch_size(make_stream: M
     for batch_size in (1, 2, 4, 7):
         rows = [index for batch in validation.batches(batch_size, max_tokens) for index in batch.sample_index.tolist()]
         assert rows == list(range(num_rows))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(("max_tokens", "num_rows"), [(None, 6), (17, 2), (1, 1)])
+def test_b53_ranks_share_the_rows_that_one_would_score(
+    make_stream: Maker, num_ranks: int, max_tokens: int | None, num_rows: int
+) -> None:
+    """Consecutive shares, equal but for one row, and together every row once; more ranks than rows leave some with none."""
+    validation = ValidationLoader(pack(make_stream([42]), Packing.CONCAT, 8), sequence_length=8, fingerprint="")
+    for batch_size in (1, 3, 8):
+        shares = [
+            [batch.sample_index.tolist() for batch in validation.batches(batch_size, max_tokens, rank, num_ranks)]
+            for rank in range(num_ranks)
+        ]
+        by_rank = [[row for batch in share for row in batch] for share in shares]
+        assert [row for share in by_rank for row in share] == list(range(num_rows))
+        assert max(map(len, by_rank)) - min(map(len, by_rank)) <= 1
+        assert all(0 < len(batch) <= batch_size for share in shares for batch in share)

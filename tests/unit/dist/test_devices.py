@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from llmtrain.config.errors import ConfigError
+from llmtrain.config.errors import ConfigError, ExitCode, PlanError
 from llmtrain.dist import devices
+from llmtrain.dist.runtime import configure_process
+from llmtrain.dist.world import LaunchFacts
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -39,6 +42,149 @@ def test_the_reason_says_whether_torch_or_the_device_is_missing(monkeypatch: pyt
     assert "built without CUDA" in devices.cuda_missing_reason()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "no usable CUDA device" in devices.cuda_missing_reason()
+
+
+def on_host(local_rank: int, ranks: int, source: str = "launch.nproc", nodes: int = 1) -> LaunchFacts:
+    """A rank among `ranks` on the last of some hosts."""
+    rank = local_rank + (nodes - 1) * ranks
+    return LaunchFacts(rank, local_rank, ranks * nodes, source, local_world_size=ranks, num_nodes=nodes)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two CUDA devices that differ in everything; nothing is ever computed on them."""
+    properties = [
+        SimpleNamespace(name="First GPU", total_memory=10 * 2**30, major=7, minor=5, uuid="unit-0"),
+        SimpleNamespace(name="Second GPU", total_memory=20 * 2**30, major=9, minor=0, uuid="unit-1"),
+    ]
+    monkeypatch.setattr(devices, "cuda_missing_reason", lambda: "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties[index])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (properties[index].major, properties[index].minor))
+
+
+def test_each_rank_of_a_host_has_a_device_of_its_own(two_gpus: None) -> None:
+    first, second = (devices.detect_devices("auto", on_host(rank, 2, nodes=4)) for rank in (0, 1))
+    assert (first.index, first.name, first.memory_bytes, first.bf16_native, first.unit) == (
+        0,
+        "First GPU",
+        10 * 2**30,
+        False,
+        "unit-0",
+    )
+    assert (second.index, second.name, second.memory_bytes, second.bf16_native, second.unit) == (
+        1,
+        "Second GPU",
+        20 * 2**30,
+        True,
+        "unit-1",
+    )
+    assert (devices.cuda_capability("cuda", 0), devices.cuda_capability("cuda", 1)) == ((7, 5), (9, 0))
+    assert devices.cuda_capability("cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "source", "cure"),
+    [
+        ("auto", "launch.nproc", "launch.nproc=2 or launch.device=cpu"),
+        ("cuda", "WORLD_SIZE", "2 processes on each host or launch.device=cpu"),
+        ("cuda", "SLURM_STEP_NUM_TASKS", "2 processes on each host or launch.device=cpu"),
+    ],
+)
+def test_more_ranks_than_devices_are_refused_by_every_one(two_gpus: None, wanted: str, source: str, cure: str) -> None:
+    for rank in range(3):
+        with pytest.raises(PlanError) as caught:
+            devices.detect_devices(wanted, on_host(rank, 3, source))
+        (problem,) = caught.value.problems
+        assert (problem.what, problem.cure) == ("3 ranks on this host, 2 CUDA devices", cure)
+    assert devices.detect_devices("cpu", on_host(2, 3, source)).device == "cpu"
+
+
+def test_a_rank_that_slurm_shows_one_device_uses_it(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `srun --gpus-per-task=1` does; whether it is the same one for two ranks is found when they meet."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert devices.detect_devices("auto", on_host(3, 4, "SLURM_STEP_NUM_TASKS")).index == 0
+    with pytest.raises(PlanError, match="4 ranks on this host, 1 CUDA device\n"):
+        devices.detect_devices("auto", on_host(3, 4, "WORLD_SIZE"))
+
+
+def test_ranks_on_a_cpu_share_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "host_memory_bytes", lambda: 9000)
+    monkeypatch.setattr(devices, "available_cores", lambda: 12)
+    alone, three = devices.detect_devices("cpu"), devices.detect_devices("cpu", on_host(1, 3, nodes=2))
+    assert (alone.memory_bytes, three.memory_bytes) == (9000, 3000)
+    assert (alone.cores, three.cores) == (12, 12), "the plan divides cores, and says by what"
+    assert (three.index, three.unit, three.bf16) == (0, "", True)
+
+
+class AppleGpu(SimpleNamespace):
+    """Stands for torch.backends.mps on a Mac."""
+
+    def __init__(self, macos: tuple[int, int], built: bool = True, there: bool = True) -> None:
+        super().__init__(
+            is_built=lambda: built,
+            is_available=lambda: there,
+            is_macos_or_newer=lambda major, minor: macos >= (major, minor),
+            get_name=lambda: "Apple M9",
+        )
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(torch.backends, "mps", AppleGpu((14, 1)))
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * 2**30)
+    monkeypatch.setattr(devices, "cuda_missing_reason", lambda: "no CUDA here")
+    return monkeypatch
+
+
+def test_mps_is_used_by_name_only(mac: pytest.MonkeyPatch) -> None:
+    facts = devices.detect_devices("mps")
+    assert (facts.device, facts.reason, facts.name, facts.num_devices) == ("mps", "launch.device=mps", "Apple M9", 1)
+    assert (facts.memory_bytes, facts.bf16_native, facts.bf16) == (12 * 2**30, False, True)
+    auto = devices.detect_devices("auto")
+    assert auto.device == "cpu" and auto.reason == "auto: no CUDA here; MPS is there but untried: launch.device=mps"
+    assert devices.detect_devices("cpu").reason == "launch.device=cpu"
+    mac.setattr(torch.backends, "mps", AppleGpu((13, 3)))
+    assert devices.detect_devices("mps").bf16 is False
+
+
+@pytest.mark.parametrize(
+    ("apple", "reason"), [(AppleGpu((14, 0), built=False), "built without MPS"), (AppleGpu((14, 0), there=False), "macOS 14")]
+)
+def test_mps_that_is_not_there_is_refused_with_the_reason(mac: pytest.MonkeyPatch, apple: AppleGpu, reason: str) -> None:
+    mac.setattr(torch.backends, "mps", apple)
+    assert devices.detect_devices("auto").reason == "auto: no CUDA here"
+    with pytest.raises(ConfigError, match="error: launch.device=mps\n") as caught:
+        devices.detect_devices("mps")
+    (problem,) = caught.value.problems
+    assert reason in problem.rule and problem.cure == "launch.device=auto or launch.device=cpu"
+
+
+@pytest.mark.skipif(torch.backends.mps.is_built(), reason="torch has MPS")
+def test_this_torch_has_no_mps() -> None:
+    assert devices.mps_missing_reason().startswith(f"torch {torch.__version__} is built without MPS")
+
+
+def test_mps_takes_no_second_rank(mac: pytest.MonkeyPatch) -> None:
+    for source, cure in (
+        ("launch.nproc", "launch.nproc=1 or launch.device=cpu"),
+        ("WORLD_SIZE", "one process or launch.device=cpu"),
+    ):
+        with pytest.raises(PlanError) as caught:
+            devices.detect_devices("mps", on_host(1, 2, source))
+        (problem,) = caught.value.problems
+        assert problem.what == f"launch.device=mps with 2 ranks ({source})" and problem.cure == cure
+        assert "no collective" in problem.rule and caught.value.exit_code == ExitCode.CONFIG
+
+
+def test_the_process_is_set_up_for_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    before = torch.get_num_threads()
+    for device, index in (("cpu", 0), ("cuda", 3), ("mps", 0)):
+        configure_process(threads=1, deterministic=False, device=device, device_index=index)
+    assert chosen == [3] and torch.get_num_threads() == 1
+    torch.set_num_threads(before)
 
 
 @pytest.mark.gpu

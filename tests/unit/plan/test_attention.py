@@ -16,6 +16,7 @@ from llmtrain.plan.plan import Availability
 
 EVERYTHING = ("flash-attn-4", "flash-attn-3", "flash-attn")
 ON_CPU = Use("cpu", "fp32", training=True)
+ON_MPS = Use("mps", "fp32", training=True)
 HOPPER = Use("cuda", "bf16", training=True, capability=(9, 0), packages=EVERYTHING)
 AMPERE = replace(HOPPER, capability=(8, 0))
 BLACKWELL = replace(HOPPER, capability=(10, 0))
@@ -56,6 +57,11 @@ WORKSTATION = replace(HOPPER, capability=(12, 0))
         ("sdpa", "cudnn", replace(HOPPER, head_dim=36), "a multiple of 8, here 36"),
         ("flex", AUTO, ON_CPU, "has no backward on cpu"),
         ("flex", AUTO, replace(HOPPER, head_dim=8), "heads have 16 channels at least, here 8"),
+        ("flex", AUTO, ON_MPS, "runs on cpu and cuda, not on mps"),
+        ("blocked", AUTO, ON_MPS, "runs on cpu, not on mps"),
+        ("flash_attn", AUTO, ON_MPS, "runs on cuda, not on mps"),
+        ("sdpa", "flash", ON_MPS, "has no kernel flash on mps, only math"),
+        ("sdpa", AUTO, replace(ON_MPS, dropout=True), "cannot drop attention weights"),
     ],
 )
 def test_refusals_have_their_reason(backend: str, kernel: str, use: Use, words: str) -> None:
@@ -107,6 +113,7 @@ def test_availability_asks_nothing_of_the_model() -> None:
     on_cpu = availability("cpu", None, ())
     assert {name for name, answer in on_cpu.items() if answer.available} == {"reference", "sdpa", "blocked", "flex"}
     assert on_cpu["flash_attn"].reason == "runs on cuda, not on cpu"
+    assert {name for name, answer in availability("mps", None, ()).items() if answer.available} == {"reference", "sdpa"}
     on_cuda = availability("cuda", (8, 0), EVERYTHING)
     assert {name for name, answer in on_cuda.items() if not answer.available} == {"blocked"}
     assert packages() == EVERYTHING
@@ -180,6 +187,28 @@ def test_attention_auto_on_cuda(make_config, make_machine, words, changes, backe
         assert choices["attention.kernel"] == (kernel, "the newest FlashAttention that is installed and runs here")
     else:
         assert "attention.kernel" not in choices
+
+
+def test_attention_on_mps(make_config, make_machine) -> None:
+    """torch's own products and softmax, whose matrices of scores are in the forecast; nothing that no test ever ran is said to have."""
+    answers = {f"attention.backend={name}": answer for name, answer in availability("mps", None, ()).items()}
+    machine = make_machine(device="mps", device_name="Apple M9", bf16_native=False, options=answers)
+    plan = make_plan(make_config({"accumulation.micro_batch_size": 4}), machine)
+    assert (plan.attention_backend, plan.attention_kernel) == ("sdpa", "math")
+    assert chosen(plan)["attention.kernel"][1].startswith("torch has no other that trains on mps")
+    named = {"attention.backend": "sdpa", "attention.kernel": "math", "accumulation.micro_batch_size": 4}
+    same = make_plan(make_config(named), machine)
+    assert chosen(same) == {} and same.forecast == plan.forecast
+    on_cpu = make_plan(make_config(named | {"precision.kind": "fp32"}), make_machine(options=CPU_OPTIONS))
+    assert on_cpu.forecast.activations == plan.forecast.activations
+    assert problem_of(lambda: make_plan(make_config({"attention.backend": "blocked"}), machine)) == (
+        "attention.backend=blocked",
+        "not available on Apple M9: runs on cpu, not on mps",
+        "sdpa or reference",
+    )
+    assert make_plan(make_config({"model.dropout.attention": 0.1}), machine).attention_backend == "reference"
+    ran = {way.device for row in ATTENTION.values() for way in row.kernels if way.ran}
+    assert ran == {"cpu"}
 
 
 def test_a_named_backend_that_is_absent_is_an_error(make_config, make_machine) -> None:

@@ -7,13 +7,13 @@ from math import prod
 import pytest
 
 from llmtrain.config.errors import PlanError
-from llmtrain.config.typed import ParallelismConfig
+from llmtrain.config.typed import DdpConfig, ParallelismConfig
 from llmtrain.plan.degrees import AXES, nearest_degrees, settle_degrees
 from llmtrain.plan.plan import Degrees
 
 
 def asked(dp_replicate=None, dp_shard=1, cp=1, tp=1, pp=1) -> ParallelismConfig:
-    return ParallelismConfig("ddp", dp_replicate, dp_shard, cp, tp, pp)
+    return ParallelismConfig("ddp", dp_replicate, dp_shard, cp, tp, pp, DdpConfig(25.0, 1.0, True, False, "none"))
 
 
 @pytest.mark.parametrize(

@@ -222,19 +222,84 @@ def test_other_options_that_are_absent(make_config, make_machine, key: str) -> N
     assert problem_of(lambda: make_plan(config, make_machine(options=options))) == expected
 
 
-@pytest.mark.parametrize(("cores", "ranks", "threads"), [(4, 1, 4), (8, 3, 2), (2, 4, 1)])
-def test_threads(make_config, make_machine, cores, ranks, threads) -> None:
+def several(ranks: int, nodes: int = 1, source: str = "launch.nproc") -> dict[str, object]:
+    """Facts of a machine with `ranks` on each of some hosts."""
+    return {"world_size": ranks * nodes, "local_world_size": ranks, "num_nodes": nodes, "world_source": source}
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "nodes", "threads", "reason"),
+    [
+        (4, 1, 1, 4, "4 cores / 1 rank"),
+        (8, 3, 1, 2, "8 cores / 3 ranks"),
+        (2, 4, 1, 1, "2 cores / 4 ranks"),
+        (8, 2, 3, 4, "8 cores / 2 ranks on this host"),
+        (8, 1, 2, 8, "8 cores / 1 rank on this host"),
+    ],
+)
+def test_threads(make_config, make_machine, cores, ranks, nodes, threads, reason) -> None:
+    """The ranks of a host share its cores, and the ranks of all hosts the batch."""
     config = make_config({"accumulation.global_batch_size": 12})
-    plan = make_plan(config, make_machine(cores=cores, world_size=ranks, world_source="launch.nproc"))
-    assert plan.threads == threads
-    assert plan.degrees.dp_replicate == ranks
-    assert plan.batch.micro_batch_size * plan.batch.num_microbatches * ranks == 12
+    plan = make_plan(config, make_machine(cores=cores, **several(ranks, nodes)))
+    assert plan.threads == threads and choices_of(plan)["launch.threads"] == (str(threads), reason)
+    assert plan.degrees.dp_replicate == ranks * nodes == plan.world_size
+    assert plan.num_nodes == nodes
+    assert plan.batch.micro_batch_size * plan.batch.num_microbatches * ranks * nodes == 12
 
 
 def test_more_threads_than_cores_are_refused(make_config, make_machine) -> None:
     config = make_config({"launch.threads": 10000})
     what, rule, cure = problem_of(lambda: make_plan(config, make_machine(cores=2)))
     assert (what, cure) == ("launch.threads=10000", "launch.threads=2 or auto") and "at most the 2 cores" in rule
+
+
+def test_more_threads_than_cores_over_all_ranks_of_a_host_are_refused(make_config, make_machine) -> None:
+    def plan(threads: int, **facts):
+        words = {"launch.threads": threads, "accumulation.global_batch_size": 12}
+        return make_plan(make_config(words), make_machine(cores=8, **facts))
+
+    assert problem_of(lambda: plan(3, **several(3))) == (
+        "launch.threads=3",
+        "at most the 8 cores of this host for 3 ranks of 3 threads = 9: more threads than cores wait for each other",
+        "launch.threads=2 or auto",
+    )
+    assert plan(2, **several(3)).threads == 2
+    assert plan(8, **several(1, 2)).threads == 8, "hosts do not share cores"
+    assert plan(1, **several(12)).threads == 1, "each rank needs one"
+
+
+@pytest.mark.parametrize("source", ["launch.nproc", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_degrees_that_are_not_the_number_of_ranks_say_who_counted(make_config, make_machine, source) -> None:
+    config = make_config({"parallelism.dp_replicate": 3})
+    what, rule, cure = problem_of(lambda: make_plan(config, make_machine(**several(2, source=source))))
+    assert what == "parallelism.dp_replicate=3" and rule.endswith(f"= 3 must equal the world size 2 ({source})")
+    assert cure.startswith("parallelism.dp_replicate=2, ")
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused(make_config, make_machine) -> None:
+    words = {"accumulation.global_batch_size": 8}
+    what, rule, _ = problem_of(lambda: make_plan(make_config(words), make_machine(**several(3))))
+    assert what == "accumulation.global_batch_size=8" and "3" in rule
+
+
+def apple(**changes):
+    options = {f"attention.backend={name}": Availability(True) for name in ("reference", "sdpa")}
+    return {"device": "mps", "device_name": "Apple M9", "bf16_native": False, "options": options} | changes
+
+
+def test_what_mps_cannot_do_is_refused(make_config, make_machine) -> None:
+    words = {"launch.device": "mps", "train.deterministic": True}
+    what, rule, cure = problem_of(lambda: make_plan(make_config(words), make_machine(**apple())))
+    assert what == "train.deterministic=true launch.device=mps" and "same bits" in rule and "launch.device=cpu" in cure
+    assert make_plan(make_config(words), make_machine(**apple()), training=False).device == "mps"
+    old = apple(bf16=False)
+    words = {"launch.device": "mps", "precision.kind": "bf16"}
+    what, rule, cure = problem_of(lambda: make_plan(make_config(words), make_machine(**old)))
+    assert (what, cure) == ("precision=bf16", "precision=fp32 or auto") and "macOS 14" in rule
+    assert make_plan(make_config(words), make_machine(**apple())).precision_name == "bf16"
+    plan = make_plan(make_config({"launch.device": "mps"}), make_machine(**old))
+    assert (plan.precision_name, choices_of(plan)["precision"][1]) == ("fp32", "this mps does not multiply bf16 natively")
+    assert "launch.device" not in choices_of(plan)
 
 
 def test_a_named_micro_batch_beyond_the_memory_is_refused(make_config, make_machine) -> None:

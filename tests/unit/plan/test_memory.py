@@ -13,6 +13,7 @@ from llmtrain.config.typed import AdamWConfig, ChunkedLoss, Config, RecomputeCon
 from llmtrain.config.typed_data import Packing
 from llmtrain.data.loader import Batch
 from llmtrain.data.synthetic import SyntheticRows
+from llmtrain.dist.position import Position
 from llmtrain.metrics.memory import MemorySummary, StorageLedger
 from llmtrain.model.init import materialize
 from llmtrain.model.transformer import Transformer
@@ -22,6 +23,7 @@ from llmtrain.ops.blocked_attention import QUERIES_PER_BLOCK, SCORES_PER_BLOCK
 from llmtrain.ops.cross_entropy import build_loss
 from llmtrain.ops.random import DropoutKey
 from llmtrain.optim.build import build_optimizer
+from llmtrain.parallel.data import LocalGradients
 from llmtrain.parallel.recompute import OPERATION_FAMILIES, apply_recompute
 from llmtrain.plan import activations
 from llmtrain.plan.activations import FUSED_ATTENTION, Workload, block_rows, bytes_kept
@@ -136,7 +138,7 @@ def measure_update(work: Workload, packing: Packing | None = None) -> MemorySumm
     ledger = StorageLedger(torch.device("cpu"))
     ledger.watch(model)
     ledger.adopt(optimizer.state().values(), "optimizer")
-    strategy = PlainForwardBackward(model, build_loss(work.loss, work.precision), ledger)
+    strategy = PlainForwardBackward(model, build_loss(work.loss, work.precision), ledger, LocalGradients(model), Position())
     for update in (1, 2):
         with ledger.window():
             batches = [random_batch(work, packing) for _ in range(work.num_microbatches)]

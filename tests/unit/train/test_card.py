@@ -20,7 +20,7 @@ from llmtrain.config.compose import compose_config
 from llmtrain.data.tokenizer import IdTokenizer
 from llmtrain.metrics.console import PlainConsole, Row
 from llmtrain.metrics.throughput import PeakFlops
-from llmtrain.train import build
+from llmtrain.train import run_start
 from llmtrain.train.build import train
 from llmtrain.train.card import card_rows, done_lines, next_commands
 from llmtrain.train.forward_backward import rows_told
@@ -122,7 +122,7 @@ def test_commands_of_trackers_come_last_whole_and_labelled(tmp_path: Path, monke
     write_text(tmp_path / "texts")
     note = "wandb sync " + str(tmp_path) + "/long" * 20
     trackers = SimpleNamespace(log=lambda record: None, finish=lambda: None, notes=lambda: [note])
-    monkeypatch.setattr(build, "open_trackers", lambda *args, **keys: trackers)
+    monkeypatch.setattr(run_start, "open_trackers", lambda *args, **keys: trackers)
     printed = trained(tmp_path, *SMALL, f"data.path={tmp_path}/texts", width=80)
     last = printed[printed.index("\nnext  ") :].replace("\\\n", " ").split()
     assert last[-3:] == note.split() and printed.count("sync") == 1
@@ -134,7 +134,7 @@ def test_commands_of_trackers_are_told_after_a_failure_too(tmp_path: Path, monke
 
     write_text(tmp_path / "texts")
     trackers = SimpleNamespace(log=lambda record: None, finish=lambda: None, notes=lambda: ["wandb sync there"])
-    monkeypatch.setattr(build, "open_trackers", lambda *args, **keys: trackers)
+    monkeypatch.setattr(run_start, "open_trackers", lambda *args, **keys: trackers)
     monkeypatch.setattr(Trainer, "fit", fail)
     stream = io.StringIO()
     with closing(PlainConsole(stream)) as console, pytest.raises(RuntimeError, match="planted"):

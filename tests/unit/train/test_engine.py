@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.tiny import config_of, cut, plan_of, rows
+from helpers.group import single
+from helpers.tiny import config_of, plan_of, rows
 
 from llmtrain.config.errors import StorageError
 from llmtrain.metrics.memory import NoLedger
@@ -15,11 +16,12 @@ RECOMPUTE = ("none", "full", "selective")
 
 def engine_with(**keys):
     config = config_of({key.replace("__", "."): value for key, value in keys.items()})
-    return build_engine(config, plan_of(config), NoLedger())
+    return build_engine(config, plan_of(config), NoLedger(), single())
 
 
 def step(engine, number=1):
-    return engine.train_step(number, cut(rows(8, 24, "concat", seed=number), 8))
+    batch = rows(8, 24, "concat", seed=number)
+    return engine.train_step(number, [batch], batch.num_targets)
 
 
 def test_b20_initial_weights_depend_on_seed_and_name_alone():
@@ -121,7 +123,7 @@ def test_a_batch_without_targets_changes_the_weights_only_by_decay():
     engine = engine_with()
     batch = rows(8, 24, "concat")
     batch.targets.fill_(-100)
-    result = engine.train_step(1, [batch])
+    result = engine.train_step(1, [batch], 0)
     assert result.loss == 0.0 and result.grad_norm == 0.0 and not result.skipped
 
 
@@ -129,6 +131,6 @@ def test_a_batch_without_targets_changes_the_weights_only_by_decay():
 def test_b14_an_engine_is_only_built_with_the_ties_of_its_plan(tied):
     config = config_of({"model.tie_embeddings": tied})
     plan = plan_of(config)
-    build_engine(config, plan, NoLedger())
+    build_engine(config, plan, NoLedger(), single())
     with pytest.raises(AssertionError, match="ties"):
-        build_engine(config, replace(plan, tied=() if tied else (("embed.weight", "head.weight"),)), NoLedger())
+        build_engine(config, replace(plan, tied=() if tied else (("embed.weight", "head.weight"),)), NoLedger(), single())

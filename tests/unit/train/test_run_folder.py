@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from helpers.faulty_files import FailingFiles, UnsyncedFiles
-from helpers.run_folders import decide, start, wire
+from helpers.run_folders import decide, plan_of, start, wire
 
 from llmtrain.checkpoint.store import CheckpointStore
 from llmtrain.config.errors import ConfigError, ExitCode, StorageError
@@ -74,8 +74,10 @@ def test_overrides_keep_the_words_of_every_start(folder):
 
 def test_environment_names_versions_and_no_variables(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "canary-7d1f")
-    facts = describe_environment("cpu", "a cpu", 2)
-    assert facts["packages"]["torch"] == torch.__version__ and facts["device"] == "cpu" and facts["threads"] == 2
+    plan = plan_of(wire())
+    facts = describe_environment(plan, "a cpu", ["a", "a", "b"])
+    assert facts["packages"]["torch"] == torch.__version__ and facts["device"] == "cpu" and facts["threads"] == plan.threads
+    assert facts["ranks"] == 3 and facts["hosts"] == ["a", "b"]
     assert "canary" not in json.dumps(facts)
 
 

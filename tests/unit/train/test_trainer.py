@@ -14,7 +14,7 @@ from llmtrain.config.errors import OutOfMemoryError as NoMemory
 from llmtrain.config.typed import ScheduleKind
 from llmtrain.optim.schedule import learning_rate
 from llmtrain.plan.plan import SchedulePlan
-from llmtrain.train import build
+from llmtrain.train import run_start
 from llmtrain.train.forward_backward import PlainForwardBackward
 from llmtrain.train.signals import STOP_SIGNALS
 
@@ -106,14 +106,14 @@ def test_b58_a_skip_before_a_stop_is_counted_after_the_resume(text, tmp_path, sp
 
 
 def test_b55_a_signal_while_the_model_is_built_stops_before_the_first_update(text, tmp_path, monkeypatch):
-    plain = build.build_engine
+    plain = run_start.build_engine
 
     def signalled(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         return plain(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(build, "build_engine", signalled)
+        patch.setattr(run_start, "build_engine", signalled)
         code, _ = run(*run_words(text, tmp_path, "a", *WORDS))
     assert code == ExitCode.REQUEUE == status(tmp_path / "a")["code"] and status(tmp_path / "a")["step"] == 0
     code, _ = run(*run_words(text, tmp_path, "a", *WORDS))
