@@ -56,13 +56,14 @@ value_of() {
     echo "$value"
 }
 
-name="" folder=""
+name="" folder="" picked=""
 for word in "$@"; do
     word=${word#+}
     case ${word#+} in
         run.name=null | run.dir=null) ;;
         run.name=*) name=$(value_of "$word") || exit ;;
         run.dir=*) folder=$(value_of "$word") || exit ;;
+        sweep.only=*) picked=${word#*=} ;;
     esac
 done
 words=("$@")
@@ -77,19 +78,29 @@ if [[ -z $folder ]]; then
     words+=("run.dir='${folder//\'/\\\'}'")
 fi
 [[ $folder == \~/* ]] && folder=$HOME${folder#\~}
-status_file="$folder/$name/status.json"
+# The run's, or that of the chosen combination of a sweep, once it is there.
+status_file() {
+    local found
+    if [[ -n $picked ]]; then
+        for found in "$folder/$name/$picked" "$folder/$name/$picked"-*; do
+            [[ -d $found ]] && echo "$found/status.json" && return
+        done
+    fi
+    echo "$folder/$name/status.json"
+}
 
 # Changes whenever status.json is written.
-mark() { stat --format='%i %.9Y' "$status_file" 2>/dev/null; }
+mark() { stat --format='%i %.9Y' "$(status_file)" 2>/dev/null; }
 
 before=$(mark)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # what torchrun sets too, with a warning; launch.threads decides
 # torchrun dies of a SIGUSR1 that it does not ignore, and leaves its ranks behind; they set up their own handlers. After a
-# SIGTERM it kills them when its time is over, 30 s unless told: too short for a large save.
+# SIGTERM it kills them when its time is over, 30 s unless told: too short for a large save. setsid: the Ctrl-C of a terminal
+# comes to this script alone, which sends SIGTERM; two signals at once end torchrun in a traceback.
 (
     trap '' USR1
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
-    exec "$python" -m torch.distributed.run --nnodes="$nodes" --node-rank="$node_rank" --nproc-per-node="$ranks" \
+    exec setsid "$python" -m torch.distributed.run --nnodes="$nodes" --node-rank="$node_rank" --nproc-per-node="$ranks" \
         --master-addr="$address" --master-port="$port" -m llmtrain "${words[@]}"
 ) &
 agent=$!
@@ -111,7 +122,7 @@ while [[ -n $signalled ]]; do
     [[ $ended -ne 127 ]] && code=$ended # 127: known already, the signal came just then
 done
 
-if [[ $code -ne 0 && $(mark) != "$before" && $(cat "$status_file") =~ \"code\":[[:space:]]*([0-9]+) ]]; then
+if [[ $code -ne 0 && $(mark) != "$before" && $(cat "$(status_file)") =~ \"code\":[[:space:]]*([0-9]+) ]]; then
     code=${BASH_REMATCH[1]}
 fi
 exit "$code"

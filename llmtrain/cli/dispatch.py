@@ -24,19 +24,28 @@ def dispatch(argv: Sequence[str]) -> int:
         # Told by the rank it happened on.
         return int(error.exit_code)
     except LlmtrainError as error:
-        print(error, file=sys.stderr)
+        _say_once(error, str(error))
         return int(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        _say_once(error, "interrupted")
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
         # Python flushes standard output once more at exit and would complain then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.READER_GONE
-    except Exception:
-        traceback.print_exc()
-        print(f"this is a fault of llmtrain {__version__}, not of your config: please report the lines above", file=sys.stderr)
+    except Exception as error:
+        from llmtrain.dist.failure import FAULT_LINE
+
+        _say_once(error, f"{traceback.format_exc()}{FAULT_LINE} (version {__version__})")
         return ExitCode.FAULT
+
+
+def _say_once(error: BaseException, text: str) -> None:
+    """Print what is to be said of an error, unless the rank it happened on has said it already."""
+    from llmtrain.dist.failure import is_told
+
+    if not is_told(error):
+        print(text, file=sys.stderr)
 
 
 def _carry_out(arguments: Arguments) -> int:

@@ -63,7 +63,9 @@ def versions() -> dict[str, str]:
 
 def machine_facts(machine: Machine) -> dict[str, Any]:
     """The record of the machine without its options; sizes in bytes."""
-    return {name: value for name, value in vars(machine).items() if name != "options"}
+    left_out = ("options", "core_limits", "memory_limits")
+    facts = {name: value for name, value in vars(machine).items() if name not in left_out}
+    return facts | {"host_memory_bytes": machine.host_memory_bytes}
 
 
 def option_table(listed: Mapping[str, list[str]], answers: Mapping[str, Availability]) -> dict[str, dict[str, Availability]]:

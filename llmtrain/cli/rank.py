@@ -9,18 +9,16 @@ import faulthandler
 import os
 import shutil
 import signal
-import socket
 import sys
-import traceback
 from contextlib import suppress
 from typing import NoReturn
 
 from llmtrain.cli.train import carry_out
-from llmtrain.config.errors import ConfigError, ExitCode, LlmtrainError, PeerError, Problem, exit_code_of
+from llmtrain.config.errors import ConfigError, ExitCode, PeerError, Problem, exit_code_of
 from llmtrain.dist.failure import Failure, FailureBoard
-from llmtrain.dist.position import read_position
+from llmtrain.dist.position import Position, read_position
 from llmtrain.dist.spawn import end_with_launcher
-from llmtrain.dist.verdict import AGREED, position_file
+from llmtrain.dist.verdict import position_file
 from llmtrain.dist.world import LaunchFacts, read_launch
 from llmtrain.train.launch import from_document
 from llmtrain.train.signals import STOP_SIGNALS
@@ -43,12 +41,11 @@ def main() -> NoReturn:
     if os.getppid() != facts.launcher_pid:
         # It was killed, and there is nobody else to clear this away.
         shutil.rmtree(facts.report_folder, ignore_errors=True)
-    if code in AGREED:
-        sys.exit(code)
     with suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    # What broke may never come to rest: threads of a library that waits for another rank, its objects that abort when they go.
+    # All that had to be finished is; what Python would wait for may never come to rest: threads of a library, its objects that wait
+    # for another rank or abort when they go. Signals are ignored by now, and nobody else would end this process.
     os._exit(code)
 
 
@@ -95,19 +92,6 @@ def read_document() -> bytes:
 def leave_word(facts: LaunchFacts, error: BaseException) -> None:
     """Tell the launcher of an error that nobody has told it of: one from before this rank met the others."""
     assert facts.report_folder is not None
-    is_told = isinstance(error, LlmtrainError | KeyboardInterrupt)
-    failure = Failure(
-        rank=facts.rank,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        phase="start",
-        step=0,
-        microbatch=0,
-        kind="error" if is_told else "crash",
-        code=int(exit_code_of(error)),
-        text=(str(error) or type(error).__name__) if is_told else "".join(traceback.format_exception(error)).rstrip(),
-        reporter=facts.rank,
-    )
-    place = read_position(position_file(facts.report_folder, facts.rank))
+    place = read_position(position_file(facts.report_folder, facts.rank)) or Position().snapshot()
     # Where this rank has left word already, the first one stays.
-    FailureBoard(None, facts.report_folder).report(failure if place is None else failure.at(place))
+    FailureBoard(None, facts.report_folder).report(Failure.of(error, facts.rank, place))

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -19,6 +20,7 @@ from llmtrain.cli.sweep_progress import JobLine, Progress
 from llmtrain.cli.sweep_share import Sharing
 from llmtrain.cli.sweep_table import JobResult, ended_well, read_finished, read_result
 from llmtrain.config.errors import ExitCode, Problem, StorageError
+from llmtrain.dist.spawn import end_with_launcher
 from llmtrain.train.signals import STOP_SIGNALS
 
 POLL_SECONDS = 0.1
@@ -57,7 +59,8 @@ def start_process(command: Sequence[str], log: Path, environment: Mapping[str, s
     """
     with writing(log):
         log.touch()
-    # A process group of its own: the terminal would otherwise signal the job too, at every Ctrl-C.
+    # A process group of its own: the terminal would otherwise signal the job too, at every Ctrl-C. And whatever ends the sweep lets
+    # its jobs save and end.
     with log.open("a", encoding="utf-8") as output:
         return subprocess.Popen(
             command,
@@ -66,6 +69,7 @@ def start_process(command: Sequence[str], log: Path, environment: Mapping[str, s
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
             process_group=0,
+            preexec_fn=partial(end_with_launcher, os.getpid()),
         )
 
 
@@ -153,10 +157,9 @@ class _Pool:
     def _begin(self, index: int) -> None:
         taken = {job.slot for job in self._running}
         slot = next(slot for slot in range(self._sweep.num_slots) if slot not in taken)
-        share = self._sharing.share(index, slot)
         line = JobLine(self._title(index), self._folder(index))
         log = self._log(index)
-        process = self._start(self._sweep.command(index, share.words), log, share.environment)
+        process = self._start(self._sweep.command(index), log, self._sharing.environment(index, slot))
         self._running.append(_Running(index, slot, process, line))
 
     def _pass_signals_on(self) -> None:

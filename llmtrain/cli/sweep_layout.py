@@ -27,6 +27,14 @@ SET_HERE = ("run.name", "run.dir", "sweep")
 """Keys and sections that the sweep reads or sets itself: those typed are not passed on to the jobs."""
 
 
+_START = "import sys; sys.path.insert(0, {first!r}); from llmtrain.__main__ import main; sys.exit(main())"
+
+
+def own_command(*words: str) -> list[str]:
+    """What runs this program again, from the same place: with `-m`, a file in the working folder could take the name of a module."""
+    return [sys.executable, "-P", "-c", _START.format(first=sys.path[0]), *words]
+
+
 @dataclass(frozen=True)
 class Sweep:
     """A sweep as laid out: where it goes and what the training of each job is told."""
@@ -50,9 +58,9 @@ class Sweep:
         kept = [word for word in self.jobs[index].words if not _belongs(word, (*SET_HERE, "output"))]
         return [*kept, *self._place(index)]
 
-    def command(self, index: int, more: Sequence[str] = ()) -> list[str]:
-        """What runs a job in a process of its own, with `more` overrides."""
-        return [sys.executable, "-m", "llmtrain", "train", *self.options, *self.words(index), *more]
+    def command(self, index: int) -> list[str]:
+        """What runs a job in a process of its own."""
+        return own_command("train", *self.options, *self.words(index))
 
     def compose(self, index: int) -> Composed | None:
         """The config of a job; None where its values are illegal together, which is left to the job to tell."""

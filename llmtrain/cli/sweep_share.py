@@ -1,42 +1,35 @@
-"""What each of several jobs that run at the same time gets of the machine: CPU threads, and CUDA devices of its own."""
+"""What each of several jobs that run at the same time gets of the machine: its part of cores and memory, CUDA devices of its own."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from llmtrain.cli.sweep_layout import Sweep
+from llmtrain.cli.sweep_layout import Sweep, own_command
 from llmtrain.config.errors import PlanError, Problem
 from llmtrain.config.typed import LaunchConfig
+from llmtrain.dist.world import job_environment
+from llmtrain.plan.make_plan import too_many_threads
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one job is started with besides its own words."""
-
-    words: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Sharing(Protocol):
     """How the machine is shared."""
 
-    def share(self, index: int, slot: int) -> Share:
-        """That of the job of this index while it has this slot (from 0) of those of the sweep."""
+    def environment(self, index: int, slot: int) -> Mapping[str, str]:
+        """What tells the job of this index its share while it has this slot (from 0) of those of the sweep."""
 
 
 class WholeMachine:
     """One job after another, each with everything there is."""
 
-    def share(self, index: int, slot: int) -> Share:
-        return Share()
+    def environment(self, index: int, slot: int) -> Mapping[str, str]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -44,6 +37,8 @@ class Host:
     """What there is to share."""
 
     cores: int
+    memory_bytes: int
+    """What is free before the first job starts."""
     devices: tuple[str, ...]
     """The CUDA devices jobs may use, as `CUDA_VISIBLE_DEVICES` names them; empty where there are none."""
 
@@ -57,7 +52,8 @@ class SharedMachine:
         host: the machine.
 
     Raises:
-        PlanError: more ranks at the same time than CUDA devices, or a job chooses its devices itself.
+        PlanError: more ranks at the same time than CUDA devices, or a job chooses its devices itself, or every job wants more threads
+            than there are cores for it.
     """
 
     def __init__(self, launches: Sequence[LaunchConfig | None], num_slots: int, host: Host) -> None:
@@ -70,18 +66,15 @@ class SharedMachine:
                 what = f"launch.env.{VISIBLE}={launch.env[VISIBLE]}"
                 rule = "jobs that run at the same time are given devices of their own"
                 raise PlanError(Problem(what, rule, f"sweep.jobs=1, or export {VISIBLE} before the command for all jobs"))
+        _check_threads(launches, num_slots, host.cores)
 
-    def share(self, index: int, slot: int) -> Share:
+    def environment(self, index: int, slot: int) -> Mapping[str, str]:
         launch = self._launches[index]
-        if launch is None:
-            return Share()
-        words, environment = [], {}
-        if launch.threads is None:
-            words.append(f"launch.threads={max(1, self._host.cores // (num_ranks(launch) * self._num_slots))}")
-        if self._on_devices(launch):
-            first = slot * self._width
-            environment[VISIBLE] = ",".join(self._host.devices[first : first + num_ranks(launch)])
-        return Share(tuple(words), environment)
+        environment = job_environment(self._num_slots, self._host.memory_bytes)
+        if launch is None or not self._on_devices(launch):
+            return environment
+        first = slot * self._width
+        return environment | {VISIBLE: ",".join(self._host.devices[first : first + num_ranks(launch)])}
 
     def _on_devices(self, launch: LaunchConfig) -> bool:
         return bool(self._host.devices) and launch.device in ("auto", "cuda")
@@ -102,6 +95,16 @@ def _check_devices(width: int, num_slots: int, num_devices: int) -> None:
     raise PlanError(Problem(f"sweep.jobs={num_slots}", rule, f"{cure}, or launch.device=cpu"))
 
 
+def _check_threads(launches: Sequence[LaunchConfig | None], num_slots: int, cores: int) -> None:
+    """Refuse what every job would; where it is only some, those are refused by themselves, and the others run."""
+    known = [launch for launch in launches if launch is not None]
+    asked = [(launch.threads, num_ranks(launch)) for launch in known if launch.threads is not None]
+    found = [too_many_threads(threads, cores, ranks, num_slots) for threads, ranks in asked]
+    refused = [problem for problem in found if problem is not None]
+    if refused and len(refused) == len(known):
+        raise PlanError(replace(refused[0], cure=f"{refused[0].cure}, or a smaller sweep.jobs"))
+
+
 def share_machine(sweep: Sweep) -> Sharing:
     """How the jobs of this sweep share this machine.
 
@@ -116,19 +119,19 @@ def share_machine(sweep: Sweep) -> Sharing:
 
 
 def ask_host(environ: Mapping[str, str]) -> Host:
-    """Count cores and CUDA devices in a process of its own: only torch can count devices, and a sweep does without it.
+    """Count cores, free memory and CUDA devices in a process of its own: only torch can count devices, and a sweep does without it.
 
     Raises:
         PlanError: that process failed.
     """
-    command = [sys.executable, "-m", "llmtrain", "doctor", "output=json"]
+    command = own_command("doctor", "output=json")
     done = subprocess.run(command, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         told = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise PlanError(Problem("cores and devices cannot be counted", told, "llmtrain doctor tells more; sweep.jobs=1"))
     machine = json.loads(done.stdout)["machine"]
     num_devices = machine["num_devices"] if machine["device"] == "cuda" else 0
-    return Host(machine["cores"], visible_devices(environ, num_devices))
+    return Host(machine["cores"], machine["host_memory_bytes"], visible_devices(environ, num_devices))
 
 
 def visible_devices(environ: Mapping[str, str], num_devices: int) -> tuple[str, ...]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 
 from llmtrain.cli.arguments import Arguments
 from llmtrain.cli.request import compose
 from llmtrain.cli.session import open_console
 from llmtrain.config.compose import Composed
+from llmtrain.config.errors import ConfigError, Problem
 from llmtrain.dist.world import read_launch
+
+AT_START = re.compile(r"LD_|DYLD_|PYTHON|MALLOC_|GLIBC_")
+"""Beginnings of the names of variables that the loader, the C library and Python read before anything else."""
 
 
 def run(arguments: Arguments) -> int:
@@ -19,11 +25,13 @@ def run(arguments: Arguments) -> int:
 def carry_out(composed: Composed) -> int:
     """Start the ranks where that is left to this process, else train as one of them; hand over to the composition root."""
     config = composed.config
+    facts = read_launch(os.environ, config.launch.nproc)
+    if not facts.starts_ranks and facts.launcher_pid is None:
+        refuse_late(config.launch.env, os.environ)
     # Before torch is imported, which reads some of them only then.
     os.environ.update(config.launch.env)
     # A rank whose peer is gone says so itself; torch would add the addresses of its own code to every call.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    facts = read_launch(os.environ, config.launch.nproc)
     if facts.starts_ranks:
         from llmtrain.train.launch import launch
 
@@ -35,3 +43,13 @@ def carry_out(composed: Composed) -> int:
 
         console.status("")
         return train(composed, console)
+
+
+def refuse_late(wanted: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for variables that only a process which is started with them can honour, and this one was not."""
+    late = [name for name, value in wanted.items() if AT_START.match(name) and environ.get(name) != value]
+    if late:
+        rule = "read when a process starts; this one runs already, and only launch.nproc starts ranks with it"
+        raise ConfigError(
+            *(Problem(f"launch.env.{name}={wanted[name]}", rule, f"export {name}={wanted[name]}") for name in late)
+        )

@@ -182,7 +182,7 @@ class Parallelism:
     )
     static_graph: Optional[bool] = key(
         None,
-        "every update runs the same graph; the first one sums gradients after each micro-batch (default false)",
+        "torch is told that every update runs the same graph; one more pass of warm-up before the first (default false)",
         kinds=("ddp",),
     )
     compression: Optional[str] = key(

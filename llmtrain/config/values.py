@@ -188,7 +188,13 @@ def _bounded(info: KeyInfo, number: _Number) -> _Number:
     edges = [info.ge, info.le]
     if info.kind is ValueKind.WHOLE:
         edges += [None if info.gt is None else info.gt + 1, None if info.lt is None else info.lt - 1]
-    nearest = min((edge for edge in edges if edge is not None), key=lambda edge: abs(edge - number), default=None)
+    # Below an open bound there is no nearest number, and the one at the other end is far from what was meant.
+    is_open = info.kind is not ValueKind.WHOLE and any(
+        (info.gt is not None and number <= info.gt, info.lt is not None and number >= info.lt)
+    )
+    nearest = min(
+        (edge for edge in edges if edge is not None and not is_open), key=lambda edge: abs(edge - number), default=None
+    )
     raise Refused(info.describe(), "" if nearest is None else f"{info.name}={nearest:.15g}")
 
 

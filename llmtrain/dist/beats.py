@@ -1,15 +1,17 @@
 """What the ranks of a run tell each other about themselves all the time: a record each in the store, with a beat that rises.
 
-Ages are by the reader's own clock, from the moment it first saw a beat: clocks of hosts need not agree.
+Ages are by the reader's own clock, from the moment it first saw a beat: clocks of hosts need not agree. They end with its last look
+at the record, not now: what it has not looked at, because there are many or the store is slow, is not silent.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -61,12 +63,21 @@ class StoreLine:
         since = self._silent_since
         return 0.0 if since is None else self._clock.now() - since
 
-    def check(self, key: str) -> bool:
-        return bool(self._call(lambda: self._store.check([key])))
+    def give_up(self) -> None:
+        """Nobody calls any more: from now on it counts as a store that does not answer."""
+        self._silent_since = self._clock.now()
+
+    def check(self, *keys: str) -> bool:
+        """Whether all of them are there."""
+        return bool(self._call(lambda: self._store.check(list(keys))))
 
     def get(self, key: str) -> bytes:
         """Value of a key that is there."""
         return bytes(self._call(lambda: self._store.get(key)))
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes]:
+        """Values of keys that are there, in one call."""
+        return self._call(lambda: [bytes(value) for value in self._store.multi_get(list(keys))]) if keys else []
 
     def set(self, key: str, value: str) -> None:
         self._call(lambda: self._store.set(key, value))
@@ -101,8 +112,12 @@ class Record:
     """It has stopped its watch: it ends, and is not lost."""
     still_seconds: float
     """How long its position had not changed, by its own clock, at the beat."""
+    after: float
+    """When this rank last looked and the beat had not yet come, by its own clock: the beat is later. -inf for the first that it saw."""
     seen: float
-    """When the beat was first seen, by this rank's clock."""
+    """When it first saw the beat."""
+    read: float
+    """When it last looked."""
 
 
 class Beats:
@@ -118,7 +133,7 @@ class Beats:
         self._host = host
         self._position = position
         self._records: dict[int, Record] = {}
-        self._missed: dict[int, float] = {}
+        self._missed: dict[int, tuple[float, float]] = {}
         self._beat = 0
         self._moved_at = clock.now()
         self._last_place = position.snapshot()
@@ -137,20 +152,33 @@ class Beats:
         self.line.set(_key(self.rank), json.dumps(values))
 
     def read(self, ranks: Iterable[int]) -> None:
-        """Read the records of others; those that have left and those that have not come are passed over."""
-        for rank in ranks:
-            if rank == self.rank or self.has_left(rank):
-                continue
-            self._missed.setdefault(rank, self._clock.now())
-            if rank in self._records or self.line.check(_key(rank)):
-                self._take(rank, json.loads(self.line.get(_key(rank))))
+        """Read the records of others, all in one call; those that have left and those that have not come are passed over."""
+        wanted = [rank for rank in ranks if rank != self.rank and not self.has_left(rank)]
+        began = self._clock.now()
+        for rank in wanted:
+            self._missed[rank] = self._missed.get(rank, (began, began))[0], began
+        missing = set(self._missing([rank for rank in wanted if rank not in self._records]))
+        come = [rank for rank in wanted if rank not in missing]
+        began = self._clock.now()
+        for rank, value in zip(come, self.line.get_many([_key(rank) for rank in come]), strict=True):
+            self._take(rank, json.loads(value), began)
 
-    def _take(self, rank: int, values: dict[str, Any]) -> None:
+    def _missing(self, ranks: Sequence[int]) -> list[int]:
+        """Those that have never published, asked one by one only while there are any."""
+        if not ranks or self.line.check(*map(_key, ranks)):
+            return []
+        return [rank for rank in ranks if not self.line.check(_key(rank))]
+
+    def _take(self, rank: int, values: dict[str, Any], began: float) -> None:
+        """Keep what a look that began at `began` has found."""
         old = self._records.get(rank)
-        if old is None or old.beat != values["beat"]:
-            place = Snapshot.from_dict(values.pop("at"))
-            self._records[rank] = Record(at=place, seen=self._clock.now(), **values)
-            self.known[rank] = place
+        if old is not None and old.beat == values["beat"]:
+            old.read = began
+            return
+        place = Snapshot.from_dict(values.pop("at"))
+        after = -math.inf if old is None else old.read
+        self._records[rank] = Record(at=place, after=after, seen=self._clock.now(), read=began, **values)
+        self.known[rank] = place
 
     def has_left(self, rank: int) -> bool:
         return rank in self._records and self._records[rank].has_left
@@ -160,9 +188,16 @@ class Beats:
         return [rank for rank in range(self.size) if not self.has_left(rank)]
 
     def silent_seconds(self, rank: int) -> float:
-        """Time since the last beat; since this rank first looked for one that has not come, and 0 before it did."""
-        now = self._clock.now()
-        return now - (self._records[rank].seen if rank in self._records else self._missed.get(rank, now))
+        """Time between the first look that found the last beat and the last look; for one that has not come, since the first look."""
+        if (record := self._records.get(rank)) is not None:
+            return max(0.0, record.read - record.seen)
+        first, last = self._missed.get(rank, (0.0, 0.0))
+        return last - first
+
+    def unseen_since(self, moment: float) -> list[int]:
+        """Others that have not left, and of which no beat is surely later than `moment` of this rank's clock."""
+        others = (rank for rank in self.here() if rank != self.rank)
+        return [rank for rank in others if rank not in self._records or self._records[rank].after < moment]
 
     def is_silent(self, rank: int) -> bool:
         """Whether a rank that is not known to have left does not answer."""

@@ -1,8 +1,10 @@
-"""What the devices of this host are: kind, name, number, memory, cores, and whether they multiply bf16 natively."""
+"""What the devices of this host are: kind, name, number, memory, and whether they multiply bf16 natively; and what bounds a process."""
 
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 
 from llmtrain.config.errors import ConfigError, PlanError, Problem
 from llmtrain.dist.world import SLURM, LaunchFacts
+from llmtrain.plan.plan import HostLimit
 
 AMPERE = (8, 0)
 """First CUDA capability whose tensor cores multiply bf16."""
@@ -20,17 +23,15 @@ ONE_PROCESS = LaunchFacts(0, 0, 1, "one process")
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """The device a rank uses and the host around it."""
+    """The device a rank uses."""
 
     device: str
     """`cpu`, `cuda` or `mps`."""
     reason: str
     name: str
     num_devices: int
-    memory_bytes: int
-    """Memory of one device; for `cpu` this rank's share of what the host can still give."""
-    cores: int
-    """CPU cores the processes of this run may use on this host."""
+    memory_bytes: int | None
+    """Memory of one device; None for `cpu`, which has that of the host."""
     bf16_native: bool
     index: int = 0
     """Number of the device among those this process sees."""
@@ -45,7 +46,7 @@ def detect_devices(wanted: str, place: LaunchFacts = ONE_PROCESS) -> DeviceFacts
 
     Args:
         wanted: `auto`, `cpu`, `cuda` or `mps`. `auto` never takes mps, on which no test of this version ran.
-        place: of this process; with several ranks on a host each has a CUDA device of its own, or its share of the memory.
+        place: of this process; with several ranks on a host each has a CUDA device of its own.
 
     Raises:
         ConfigError: `cuda` or `mps` is asked for and there is none; the message has the reason.
@@ -63,8 +64,7 @@ def detect_devices(wanted: str, place: LaunchFacts = ONE_PROCESS) -> DeviceFacts
     if wanted == "cpu" or missing:
         untried = "" if mps_missing_reason() else "; MPS is there but untried: launch.device=mps"
         reason = "launch.device=cpu" if wanted == "cpu" else f"auto: {missing}{untried}"
-        memory = host_memory_bytes() // place.local_world_size
-        return DeviceFacts("cpu", reason, cpu_name(), 1, memory, available_cores(), cpu_multiplies_bf16())
+        return DeviceFacts("cpu", reason, cpu_name(), 1, None, cpu_multiplies_bf16())
     return _cuda("launch.device=cuda" if wanted == "cuda" else "auto: first choice where present", place)
 
 
@@ -78,7 +78,6 @@ def _cuda(reason: str, place: LaunchFacts) -> DeviceFacts:
         name=properties.name,
         num_devices=num_devices,
         memory_bytes=properties.total_memory,
-        cores=available_cores(),
         bf16_native=(properties.major, properties.minor) >= AMPERE,
         index=index,
         unit=str(getattr(properties, "uuid", "")),
@@ -112,7 +111,6 @@ def _mps(place: LaunchFacts) -> DeviceFacts:
         name=torch.backends.mps.get_name() if hasattr(torch.backends.mps, "get_name") else "Apple GPU",
         num_devices=1,
         memory_bytes=torch.mps.recommended_max_memory(),
-        cores=available_cores(),
         # Whether a chip multiplies bf16 faster than fp32 is not told, so `precision=auto` stays with fp32.
         bf16_native=False,
         bf16=torch.backends.mps.is_macos_or_newer(*MPS_WITH_BF16),
@@ -162,12 +160,23 @@ def _cpuinfo_field(name: str, cpuinfo: Path) -> str:
 
 def available_cores(root: Path = Path("/")) -> int:
     """CPU cores this process may use: its affinity mask, cut to the container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return smallest(core_limits(root))
+
+
+def smallest(limits: Sequence[HostLimit]) -> int:
+    """What a process has that shares none of it."""
+    return min(limit.amount for limit in limits)
+
+
+def core_limits(root: Path = Path("/")) -> tuple[HostLimit, ...]:
+    """The cores of the affinity mask, and the quotas of the control groups around this process, in whole cores."""
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    limits = [HostLimit(len(cpus), "cpus", sum(1 << cpu for cpu in cpus))]
     for folder in _cgroup_folders("cpu", root):
         quota = _cpu_quota(folder)
         if quota is not None:
-            cores = min(cores, max(1, int(quota)))
-    return cores
+            limits.append(HostLimit(max(1, int(quota)), _cgroup_name(folder)))
+    return tuple(limits)
 
 
 def _cpu_quota(folder: Path) -> float | None:
@@ -179,14 +188,19 @@ def _cpu_quota(folder: Path) -> float | None:
     return numbers[0] / numbers[1]
 
 
-def host_memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes this process can still take: the host's available memory, cut to what the container's limit leaves."""
-    available = _host_available(root)
+def memory_limits(of_job: int | None = None, root: Path = Path("/")) -> tuple[HostLimit, ...]:
+    """Bytes that can still be taken: the host's, those below the limits of the control groups around this process, and `of_job`."""
+    limits = [HostLimit(_host_available(root), "host")]
     for folder in _cgroup_folders("memory", root):
         left = _memory_left(folder)
         if left is not None:
-            available = min(available, left)
-    return available
+            limits.append(HostLimit(left, _cgroup_name(folder)))
+    return (*limits, HostLimit(of_job, "job")) if of_job is not None else tuple(limits)
+
+
+def host_name(root: Path = Path("/")) -> str:
+    """What only processes of this host call it: its boot, which containers have in common; the network's name on other systems."""
+    return _read(root / "proc/sys/kernel/random/boot_id") or socket.gethostname()
 
 
 def _host_available(root: Path) -> int:
@@ -216,7 +230,7 @@ def _cgroup_folders(controller: str, root: Path) -> list[Path]:
     A container sees its own group as the root of the mount while /proc names the path outside, so folders that do not exist are
     left out and the mount's root is always looked at.
     """
-    folders = []
+    folders: list[Path] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -225,6 +239,11 @@ def _cgroup_folders(controller: str, root: Path) -> list[Path]:
         own = base / path.lstrip("/")
         folders += [folder for folder in (own, *own.parents) if folder.is_dir() and folder.is_relative_to(base)]
     return folders
+
+
+def _cgroup_name(folder: Path) -> str:
+    """The kernel's number of a control group; its path is another one in each container."""
+    return f"cgroup {folder.stat().st_ino}"
 
 
 def _read(file: Path) -> str:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import textwrap
+import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
+from llmtrain.config.errors import ExitCode, LlmtrainError, exit_code_of
 from llmtrain.dist.position import Snapshot
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 Kind = Literal["error", "crash", "lost", "hang"]
 Result = TypeVar("Result")
 
+FAULT_LINE = "this is a fault of llmtrain, not of your config: please report the lines above"
 FAILURE_KEY = "failure"
 """Key of the store with the first failure as JSON; where it appears, every rank has to end."""
 _FIRST_FILE = "first.json"
@@ -34,16 +36,8 @@ _POLL_SECONDS = 0.05
 _STORE_SECONDS = 5.0
 """Longest wait for a store whose server no longer answers; its own calls can wait for ever."""
 
-_WIDTH = 120
-_INNERMOST_CALLS = 3
 _MICROBATCH_PHASES = ("batch", "forward", "backward")
-_SIGNAL_HINTS: Mapping[int, str] = {
-    signal.SIGKILL: "SIGKILL comes from outside. When memory is short the kernel kills the largest process (`dmesg` tells, as does "
-    "the accounting of the job); batch systems kill at a limit of time or memory.",
-    signal.SIGBUS: "SIGBUS mostly means that a mapped file or shared memory could not grow: look at `df /dev/shm`.",
-    signal.SIGSEGV: "SIGSEGV is a fault in native code, not in Python: look into the log for a stack.",
-    signal.SIGABRT: "SIGABRT is native code giving up: its last words are in the log.",
-}
+_TRACEBACK = "Traceback (most recent call last):"
 
 # Texts of gloo about a rank that has gone or does not come, as its TCP transport raises them in torch 2.13.
 _GLOO_PEER = (
@@ -85,6 +79,29 @@ class Failure:
     """For `hang`: stack of the main thread by rank, as far as they answered."""
     signal: int | None = None
     """For `lost`: number of the signal that ended the process, where that is known."""
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, place: Snapshot) -> Failure:
+        """What ends this process, which is `rank` and was at `place`."""
+        is_ours = isinstance(error, LlmtrainError | KeyboardInterrupt)
+        message = str(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
+        return cls(
+            rank=rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            phase=place.phase,
+            step=place.step,
+            microbatch=place.microbatch,
+            kind="error" if is_ours else "crash",
+            code=int(exit_code_of(error)),
+            text=message if is_ours else "".join(traceback.format_exception(error)).rstrip(),
+            reporter=rank,
+        )
+
+    @property
+    def is_stop(self) -> bool:
+        """Whether somebody has asked for it: nothing went wrong."""
+        return self.code in (ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"stacks": {str(rank): stack for rank, stack in self.stacks.items()}}
@@ -140,6 +157,7 @@ class FailureBoard:
         self._store = store
         self._report_folder = report_folder
         self._error_file = error_file
+        self._found: Failure | None = None
 
     def post(self, failure: Failure) -> bool:
         """Tell everybody of a cause; the first one over all ranks stays. Gives whether this is it.
@@ -157,25 +175,24 @@ class FailureBoard:
     def report(self, failure: Failure) -> bool:
         """Write the files only: for a store that is known not to answer. Gives whether the report folder had none before."""
         if self._error_file is not None and not self._error_file.exists():
-            _write_json(self._error_file, _torchelastic_error(failure))
+            write_json(self._error_file, _torchelastic_error(failure))
         if self._report_folder is None:
             return True
-        file = self._report_folder / f"rank{failure.reporter}.json"
+        file = failure_file(self._report_folder, failure.reporter)
         if not file.exists():
-            _write_json(file, failure.to_dict())
-        try:
-            os.link(file, self._report_folder / _FIRST_FILE)
-        except FileExistsError:
-            return False
-        except OSError:
-            return True
-        return True
+            write_json(file, failure.to_dict())
+        return _is_made(self._report_folder / _FIRST_FILE, file)
 
     def first(self, wait_seconds: float = 0.0) -> Failure | None:
-        """The first failure that any rank told; None when there is none within the time.
+        """The first failure that any rank told; None when there is none within the time. Once found it is remembered.
 
         Where the store is gone, with rank 0 that served it, the report folder still knows.
         """
+        if self._found is None:
+            self._found = self._look(wait_seconds)
+        return self._found
+
+    def _look(self, wait_seconds: float) -> Failure | None:
         deadline = time.monotonic() + wait_seconds
         store, folder = self._store, self._report_folder
         if folder is None:
@@ -186,16 +203,19 @@ class FailureBoard:
         return found
 
 
-def read_reports(folder: Path) -> list[tuple[float, Failure]]:
-    """Failures that ranks left in `folder`, with the times of their files in seconds since 1970; what is not whole is left out."""
-    reports = [(_changed_at(file), _read_failure(file)) for file in sorted(folder.glob("rank*.json"))]
-    return [(changed_at, failure) for changed_at, failure in reports if failure is not None]
+def mark_told(error: BaseException) -> None:
+    """Note on an exception that the user has read of it: nobody is to print it once more."""
+    error.is_told = True  # type: ignore[attr-defined]
 
 
-def _changed_at(file: Path) -> float:
-    with suppress(OSError):
-        return file.stat().st_mtime
-    return 0.0
+def is_told(error: BaseException) -> bool:
+    """Whether `mark_told` was called with it."""
+    return getattr(error, "is_told", False)
+
+
+def failure_file(reports: Path, reporter: int) -> Path:
+    """Where a rank leaves a failure that it has noticed for its launcher, in the folder of reports."""
+    return reports / f"rank{reporter}.json"
 
 
 def _read_failure(file: Path) -> Failure | None:
@@ -227,12 +247,30 @@ def _bounded(call: Callable[[], Result], seconds: float) -> Result | None:
     return results[0] if results else None
 
 
-def _write_json(file: Path, values: Mapping[str, Any]) -> None:
-    """Write at once or not at all; a reader never sees half of it."""
+def write_json(file: Path, values: Mapping[str, Any]) -> None:
+    """Write at once, or not at all where that cannot be; a reader never sees half of it."""
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
     with suppress(OSError):
         part.write_text(json.dumps(values), encoding="utf-8")
         part.replace(file)
+
+
+def _is_made(file: Path, content: Path) -> bool:
+    """Make a file with the content of another one unless there is one already, which gives False; True also where nothing can be made."""
+    try:
+        os.link(content, file)
+    except FileExistsError:
+        return False
+    except OSError:
+        # A file system without links: a reader may come before all of it is written, and looks again.
+        try:
+            with file.open("xb") as stream:
+                stream.write(content.read_bytes())
+        except FileExistsError:
+            return False
+        except OSError:
+            return True
+    return True
 
 
 def _torchelastic_error(failure: Failure) -> dict[str, Any]:
@@ -248,83 +286,55 @@ def _torchelastic_error(failure: Failure) -> dict[str, Any]:
 
 def headline(failure: Failure) -> str:
     """One line: which rank did what, and where: `rank 1 (host a, pid 7) stands still in phase backward of step 7`."""
-    return f"rank {failure.rank} (host {failure.host}, pid {failure.pid}) {_what(failure)} {_where(failure)}"
+    return f"rank {failure.rank} (host {failure.host}, pid {failure.pid}) {what_happened(failure)} {where_it_was(failure)}"
 
 
 def reason(failure: Failure) -> str:
     """In one line what happened to the rank, where it was, and what it said: `failed in phase data, before step 1: no such file`."""
+    said = _said(failure)
+    if failure.is_stop:
+        return said
+    return ": ".join([f"{what_happened(failure)} {where_it_was(failure)}", *([said] if said else [])])
+
+
+def reason_of_run(failure: Failure) -> str:
+    """Why the run ended, in one line that names the rank: what `status.json` keeps."""
+    return f"rank {failure.rank}: {reason(failure)}"
+
+
+def _said(failure: Failure) -> str:
+    """The first line of a message, the exception of a traceback; nothing of what others say of a rank."""
+    if failure.kind in ("lost", "hang"):
+        return ""
     lines = [line for line in failure.text.splitlines() if line.strip()]
-    said = {"error": lines[:1], "crash": lines[-1:]}.get(failure.kind, [])
-    return ": ".join([f"{_what(failure)} {_where(failure)}", *(line.removeprefix("error: ") for line in said)])
+    if _TRACEBACK in lines:
+        # Frames and their source are indented, the exception is not; that of the last traceback is the one that was raised.
+        below = lines[len(lines) - lines[::-1].index(_TRACEBACK) :]
+        lines = [line for line in below if not line.startswith(" ")] or lines
+    return next(iter(lines), "").removeprefix("error: ")
 
 
-def failure_screen(failure: Failure, *, num_ranks: int, seconds: float, log: Path | None, resume: str | None) -> str:
-    """What is printed once when a run with several ranks ends by a failure; our own words are at most 120 wide.
-
-    Args:
-        num_ranks: ranks of the run.
-        seconds: age of the run when it failed.
-        log: file with everything the failed rank said, where there is one.
-        resume: command that goes on from what was saved, None when nothing was.
-    """
-    place = f"rank {failure.rank} of {num_ranks} (host {failure.host}, pid {failure.pid})"
-    # With spaces that do not break, so that a number keeps its unit.
-    age = f"{_duration(seconds)} after the start".replace(" ", "\xa0")
-    first = textwrap.fill(f"{place} {_what(failure)} {_where(failure)}, {age}", _WIDTH, subsequent_indent="  ")
-    parts = [first.replace("\xa0", " "), failure.text.rstrip()]
-    hint = _SIGNAL_HINTS.get(failure.signal or 0)
-    if hint:
-        parts.append(textwrap.fill(hint, _WIDTH, initial_indent="hint   ", subsequent_indent="       "))
-    parts += _stack_parts(failure)
-    ends = [f"log    {log}"] if log is not None else []
-    if resume:
-        ends.append(f"go on  {resume}")
-    return "\n\n".join(part for part in (*parts, "\n".join(ends)) if part)
-
-
-def _what(failure: Failure) -> str:
+def what_happened(failure: Failure) -> str:
+    """Predicate of a sentence about the rank: `failed`, `was killed by SIGKILL`."""
     if failure.kind == "lost":
-        return f"was killed by {_signal_name(failure.signal)}" if failure.signal else "vanished"
+        return f"was killed by {signal_name(failure.signal)}" if failure.signal else "vanished"
+    if failure.is_stop:
+        return "was stopped"
     return {"error": "failed", "crash": "raised an exception", "hang": "stands still"}[failure.kind]
 
 
-def _where(failure: Failure) -> str:
+def where_it_was(failure: Failure) -> str:
+    """Such as `in phase backward of step 7, micro-batch 2`."""
     if failure.step < 1:
         return f"in phase {failure.phase}, before step 1"
     within = f", micro-batch {failure.microbatch}" if failure.phase in _MICROBATCH_PHASES else ""
     return f"in phase {failure.phase} of step {failure.step}{within}"
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """`SIGTERM`, or `signal 40` for one without a name."""
     known = {item.value for item in signal.Signals}
     return signal.Signals(number).name if number in known else f"signal {number}"
-
-
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 120:
-        return f"{whole} s"
-    hours, rest = divmod(whole, 3600)
-    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
-
-
-def _stack_parts(failure: Failure) -> list[str]:
-    """The stack of the rank that is behind, then the innermost calls of the others, told once for all that stand alike."""
-    parts = []
-    if own := failure.stacks.get(failure.rank):
-        parts.append(f"stack of rank {failure.rank}\n{own.rstrip()}")
-    alike: dict[str, list[int]] = {}
-    for rank, stack in sorted(failure.stacks.items()):
-        if rank != failure.rank:
-            alike.setdefault(_innermost(stack), []).append(rank)
-    for stack, ranks in alike.items():
-        parts.append(f"{describe_ranks(ranks)}, innermost calls\n{stack}")
-    return parts
-
-
-def _innermost(stack: str) -> str:
-    frames = re.split(r"^(?=  File )", stack.rstrip(), flags=re.MULTILINE)
-    return "".join(frames[-_INNERMOST_CALLS:])
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:

@@ -8,11 +8,14 @@ watch to judge, which sees whether anything still moves anywhere.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 from llmtrain.config.errors import ConfigError, ExitCode, PeerError, Problem, exit_code_of
@@ -25,10 +28,20 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.05
 """Longest pause between two looks at the store."""
 
+MAX_VALUE_BYTES = 8 * 2**20
+"""Largest value that torch's store takes (TCPStoreLibUvBackend.cpp); for a larger one it cuts the connection."""
+
 _FIRST_PAUSE = 0.001
 _ERROR_KEY = "meeting/error"
 _MAX_DIFFERENCES = 20
 _MAX_VALUE_CHARACTERS = 60
+_MAX_GROUPS = 4
+"""Groups of ranks that are alike of which the details are told where ranks differ."""
+_MAX_ITEMS = 1000
+"""Items of one rank that are told at once."""
+_MAX_DETAIL_CHARACTERS = 400_000
+"""Of the values of these; JSON within JSON within JSON makes them four times as long at most."""
+_DIGEST_BYTES = 16
 
 
 class Meeting(Protocol):
@@ -85,7 +98,8 @@ class StoreMeeting:
     """A meeting over a store that all ranks are connected to.
 
     Each rank leaves an entry; rank 0 waits for all, puts them together for the others and takes the entries away: a meeting
-    costs the others a few calls whatever their number, and the store does not grow.
+    costs the others a few calls whatever their number, and the store does not grow. Equal entries of neighbouring ranks are put
+    together as one, so that what all ranks say alike costs each of them the same however many they are.
     """
 
     def __init__(
@@ -132,16 +146,17 @@ class StoreMeeting:
         """What the ranks made, by rank."""
         with self._telling():
             entry = json.dumps([what, _encoded(make())])
+            _refuse_too_large(what, len(entry))
         # Not before: a rank that hangs in `make` is behind those who wait for it.
         self._position.issued()
-        entries = self._exchange(entry)
+        entries = self._exchange(what, entry)
         for rank, (other, _) in enumerate(entries):
             if other != what:
                 mine = f"rank {self.rank} in `{what}`"
                 raise AssertionError(f"the ranks are in different meetings: {mine}, rank {rank} in `{other}`")
         return [json.loads(text) for _, text in entries]
 
-    def _exchange(self, entry: str) -> list[list[str]]:
+    def _exchange(self, what: str, entry: str) -> list[list[str]]:
         number, self._number = self._number, self._number + 1
         everyone = f"meeting/{number}"
         if self.rank > 0:
@@ -150,7 +165,9 @@ class StoreMeeting:
             return _entries(self._store.get(everyone))
         keys = [f"{everyone}/{rank}" for rank in range(1, self.size)]
         self._wait_for(keys)
-        joined = b"[%s]" % b",".join([entry.encode(), *self._store.multi_get(keys)])
+        joined = _joined([entry.encode(), *self._store.multi_get(keys)])
+        with self._telling():
+            _refuse_too_large(what, len(joined))
         self._store.set(everyone, joined)
         # Who has left an entry here has read what the meeting before came to.
         for key in [*keys, f"meeting/{number - 1}"]:
@@ -200,25 +217,54 @@ def compare(meeting: Meeting, what: str, mine: Mapping[str, Any]) -> None:
         ConfigError: on rank 0, with every key that differs and which rank has what.
         PeerError: on the others, with the same exit code.
     """
-    everyone = meeting.gather(f"to compare: {what}", {key: _encoded(value) for key, value in mine.items()})
-    keys = sorted(set().union(*everyone))
-    differing = [key for key in keys if len({values.get(key) for values in everyone}) > 1]
-    if not differing:
+    room = _MAX_DETAIL_CHARACTERS // min(_MAX_ITEMS, max(1, len(mine)))
+    by_rank = told_where_differing(meeting, what, {key: _bounded(_encoded(value), room) for key, value in mine.items()})
+    if by_rank is None:
         return
     if meeting.rank > 0:
         raise PeerError(0, ExitCode.CONFIG, f"the ranks differ in {what}")
+    everyone = {rank: values for rank, values in enumerate(by_rank) if values is not None}
+    keys = sorted(set().union(*everyone.values()))
+    differing = [key for key in keys if len({values.get(key) for values in everyone.values()}) > 1]
     rule = f"{what} has to be the same on all ranks"
     cure = "start every rank with the same words, files, environment and version of llmtrain"
     problems = [Problem(f"{key}: {_who_has_what(everyone, key)}", rule, cure) for key in differing[:_MAX_DIFFERENCES]]
     if len(differing) > _MAX_DIFFERENCES:
         problems.append(Problem(f"{len(differing) - _MAX_DIFFERENCES} further keys differ", rule))
+    if len(everyone) < len(by_rank):
+        others = [rank for rank in range(len(by_rank)) if rank not in everyone]
+        problems.append(Problem(f"{describe_ranks(others)} differ from these as well", rule))
     raise ConfigError(*problems)
 
 
-def _who_has_what(everyone: list[dict[str, str]], key: str) -> str:
+def told_where_differing(meeting: Meeting, what: str, mine: Mapping[str, Any]) -> list[dict[str, Any] | None] | None:
+    """What each rank has, by rank, if not all have the same; None if they have, which a digest tells.
+
+    Where ranks differ only one rank of a group that is alike tells its values, and only the largest groups are heard: what
+    is told does not grow with the number of ranks. A rank outside these groups has None.
+    """
+    text = json.dumps(sorted(mine.items()))
+    digests = meeting.gather(f"to compare: {what}", hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest())
+    groups = Counter(digests)
+    if len(groups) == 1:
+        return None
+    speakers = {digest: digests.index(digest) for digest, _ in groups.most_common(_MAX_GROUPS)}
+    items = list(mine.items()) if meeting.rank in speakers.values() else []
+    heard: dict[int, dict[str, Any]] = {rank: {} for rank in speakers.values()}
+    is_more = True
+    while is_more:
+        part, items = dict(items[:_MAX_ITEMS]), items[_MAX_ITEMS:]
+        told = meeting.gather(f"what differs: {what}", part)
+        for rank, values in heard.items():
+            values.update(told[rank])
+        is_more = any(told)
+    return [heard[speakers[digest]] if digest in speakers else None for digest in digests]
+
+
+def _who_has_what(everyone: Mapping[int, Mapping[str, str]], key: str) -> str:
     """As `rank 0: 0.1; ranks 1-3: 0.2`."""
     ranks: dict[str, list[int]] = {}
-    for rank, values in enumerate(everyone):
+    for rank, values in everyone.items():
         ranks.setdefault(values.get(key, "not set"), []).append(rank)
     alike = len(os.path.commonprefix(list(ranks)))
     return "; ".join(f"{describe_ranks(those)}: {_shortened(value, alike)}" for value, those in ranks.items())
@@ -229,6 +275,14 @@ def _shortened(text: str, num_alike: int) -> str:
     start = max(0, num_alike - _MAX_VALUE_CHARACTERS // 2) if len(text) > _MAX_VALUE_CHARACTERS else 0
     end = start + _MAX_VALUE_CHARACTERS
     return ("… " if start else "") + text[start:end] + (" …" if end < len(text) else "")
+
+
+def _bounded(text: str, num_characters: int) -> str:
+    """The beginning of a long text, and a digest of the whole."""
+    if len(text) <= num_characters:
+        return text
+    digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    return f"{text[:num_characters]} … (digest {digest})"
 
 
 def _encoded(value: Any) -> str:
@@ -251,8 +305,19 @@ def _require_text_keys(value: Any) -> None:
         _require_text_keys(item)
 
 
+def _refuse_too_large(what: str, num_bytes: int) -> None:
+    """Raise ValueError for a value that the store would not take; the connection would break and this look like a lost rank."""
+    if num_bytes > MAX_VALUE_BYTES:
+        raise ValueError(f"the ranks say {num_bytes:,} bytes in `{what}`, the store takes {MAX_VALUE_BYTES:,} at once")
+
+
+def _joined(entries: Sequence[bytes]) -> bytes:
+    """Entries by rank as pairs: an entry and how many neighbours in a row have it."""
+    return b"[%s]" % b",".join(b"[%s,%d]" % (entry, len(list(alike))) for entry, alike in groupby(entries))
+
+
 def _entries(joined: bytes) -> list[list[str]]:
-    return list(json.loads(joined))
+    return [entry for entry, count in json.loads(joined) for _ in range(count)]
 
 
 def _nothing() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import resource
 import secrets
 import socket
 import threading
@@ -31,6 +32,10 @@ Result = TypeVar("Result")
 _ALL_INTERFACES = "0.0.0.0"
 _BACKLOG = 4096
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
+# Open files: every rank has two connections with the server of the store, and one with every other rank in gloo's mesh.
+_STORE_HANDLES, _MESH_HANDLES, _OWN_HANDLES = 2, 1, 64
+_OUT_OF_HANDLES = (errno.EMFILE, errno.ENFILE)
+_MORE_HANDLES = "`ulimit -n` before the start, LimitNOFILE of the service, or limits.conf of the host"
 
 
 def open_store(facts: LaunchFacts, timeout_seconds: float) -> PrefixStore:
@@ -47,12 +52,13 @@ def open_store(facts: LaunchFacts, timeout_seconds: float) -> PrefixStore:
         The store under a prefix of this attempt; see `run_store` for what outlives one.
 
     Raises:
-        ConfigError: rank 0 cannot listen where it has to, as its port is in use.
+        ConfigError: rank 0 cannot listen where it has to, as its port is in use; a rank may not open as many files as it needs.
         RankLostError: rank 0 is not reached or other ranks do not come in time.
     """
     deadline = time.monotonic() + timeout_seconds
     patience = timedelta(seconds=timeout_seconds)
     is_server = facts.rank == 0 and not facts.served
+    _require_handles(facts, is_server)
     server = _serve(facts, patience) if is_server else _connect(facts, patience, deadline)
     run = PrefixStore(f"llmtrain/{facts.run_id}", server)
     attempt = agree_on_attempt(run, facts.rank, facts.world_size, deadline)
@@ -124,6 +130,20 @@ def _welcome(run: Store, attempt: int, missing: set[int], answered: set[bytes]) 
             run.set(f"join/answers/{word.decode()}", str(attempt))
             answered.add(word)
     return not missing
+
+
+def _require_handles(facts: LaunchFacts, is_server: bool) -> None:
+    """Raise the limit of open files as far as it goes, and refuse one that is too low: torch's server would fall silent at it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _OWN_HANDLES + facts.world_size * (_MESH_HANDLES + (_STORE_HANDLES if is_server else 0))
+    if limit < needed and limit != resource.RLIM_INFINITY:
+        what = f"rank {facts.rank} may have {limit} open files"
+        rule = f"with {facts.world_size} ranks it needs about {needed}: its connections are open files too"
+        raise ConfigError(Problem(what, rule, f"a higher hard limit: {_MORE_HANDLES}"))
 
 
 def _serve(facts: LaunchFacts, patience: timedelta) -> TCPStore:
@@ -202,6 +222,9 @@ def _connect(facts: LaunchFacts, patience: timedelta, deadline: float) -> TCPSto
     server = "torchrun" if facts.served else "rank 0"
     cure = f"look whether {server} still runs; both variables have to be the same on all ranks"
     last_error = _knock(host, port, deadline)
+    if last_error is not None and last_error.errno in _OUT_OF_HANDLES:
+        what = f"rank {facts.rank} cannot open a connection to {place}: {last_error.strerror}"
+        raise RankLostError(Problem(what, "a connection is an open file", f"a higher limit: {_MORE_HANDLES}"))
     if last_error is not None:
         what = f"rank {facts.rank} reaches nobody at {place} within {patience.total_seconds():g} s: {last_error}"
         raise RankLostError(Problem(what, f"{server} has to listen there", cure))
@@ -210,12 +233,16 @@ def _connect(facts: LaunchFacts, patience: timedelta, deadline: float) -> TCPSto
     )
     if store is None:
         what = f"what listens at {place} does not answer rank {facts.rank} as a store within {patience.total_seconds():g} s"
-        raise RankLostError(Problem(what, f"{server} has to serve the store there", cure))
+        hint = f"{cure}; one that may open too few files takes no more connections: {_MORE_HANDLES}"
+        raise RankLostError(Problem(what, f"{server} has to serve the store there", hint))
     return store
 
 
 def _knock(host: str, port: int, deadline: float) -> OSError | None:
-    """Wait until somebody listens; the last error when nobody did in time. torch would print a warning for every try."""
+    """Wait until somebody listens; the last error when nobody did in time, or this process may open no more files.
+
+    torch would print a warning for every try.
+    """
     errors: list[OSError] = []
 
     def try_once() -> bool:
@@ -227,9 +254,11 @@ def _knock(host: str, port: int, deadline: float) -> OSError | None:
                 errors[:] = [ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))]
         except OSError as error:
             errors[:] = [error]
+            return error.errno in _OUT_OF_HANDLES
         return False
 
-    return None if _poll(deadline, try_once) else errors[0]
+    is_there = _poll(deadline, try_once) and not (errors and errors[0].errno in _OUT_OF_HANDLES)
+    return None if is_there else errors[0]
 
 
 def _poll(deadline: float, is_done: Callable[[], bool]) -> bool:

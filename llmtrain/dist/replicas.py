@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from llmtrain.config.errors import ExitCode, NumericsError, PeerError, Problem
 from llmtrain.dist.collectives import Collectives
-from llmtrain.dist.meeting import Meeting
+from llmtrain.dist.failure import describe_ranks
+from llmtrain.dist.meeting import Meeting, told_where_differing
 
 CHUNK_WORDS = 2**20
 """Words looked at together; four tensors of this size exist at once: 32 MiB."""
 WORD_BYTES = 8
 SHOWN_TENSORS = 3
 """Differing tensors that a message names."""
+SHOWN_RANKS = 64
+"""Ranks that it names for each."""
 
 
 def _signed(word: int) -> int:
@@ -36,15 +39,25 @@ ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
 LAST_SHIFT = 31
 
 
-def digests(tensors: Mapping[str, Tensor]) -> Tensor:
+def digests(tensors: Mapping[str, Tensor], tick: Callable[[], None] = lambda: None) -> Tensor:
     """[n] int64 on the CPU: a number for each tensor, in the order of the mapping, that depends on dtype, shape, and every bit.
 
-    Tensors may be of any dtype and device; one that is not contiguous is copied for the time of its digest.
+    Tensors may be of any dtype and device; one that is not contiguous is copied for the time of its digest. `tick` is called after each.
     """
-    return torch.tensor([_digest(tensor) for tensor in tensors.values()], dtype=torch.int64)
+    numbers = []
+    for tensor in tensors.values():
+        numbers.append(_digest(tensor))
+        tick()
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
-def check_replicas(collectives: Collectives, meeting: Meeting, tensors: Mapping[str, Tensor], what: str) -> None:
+def check_replicas(
+    collectives: Collectives,
+    meeting: Meeting,
+    tensors: Mapping[str, Tensor],
+    what: str,
+    tick: Callable[[], None] = lambda: None,
+) -> None:
     """Check that `tensors` are equal on all ranks, bit by bit; all ranks call it together. One rank has nothing to compare.
 
     Raises:
@@ -53,37 +66,36 @@ def check_replicas(collectives: Collectives, meeting: Meeting, tensors: Mapping[
     """
     if collectives.size == 1:
         return
-    own = dict(zip(tensors, digests(tensors).tolist(), strict=True))
-    by_rank = meeting.gather(f"digests of {what}", own)
-    if all(other == by_rank[0] for other in by_rank):
+    own = dict(zip(tensors, digests(tensors, tick).tolist(), strict=True))
+    by_rank = told_where_differing(meeting, what, own)
+    if by_rank is None:
         return
     if collectives.rank != 0:
         raise PeerError(0, ExitCode.NUMERICS)
-    names = [name for name in dict.fromkeys(name for found in by_rank for name in found) if not _agree(by_rank, name)]
-    shown = "; ".join(f"{name} on {_ranks(_outsiders(by_rank, name))}" for name in names[:SHOWN_TENSORS])
-    more = f" and {len(names) - SHOWN_TENSORS} more" if len(names) > SHOWN_TENSORS else ""
+    heard = {rank: found for rank, found in enumerate(by_rank) if found is not None}
+    names = [name for name in dict.fromkeys(name for found in heard.values() for name in found) if _outsiders(heard, name)]
+    parts = [f"{name} on {_ranks(_outsiders(heard, name))}" for name in names[:SHOWN_TENSORS]]
+    shown = "; ".join(parts) + (f" and {len(names) - SHOWN_TENSORS} more" if len(names) > SHOWN_TENSORS else "")
+    others = [rank for rank, found in enumerate(by_rank) if found is None]
     raise NumericsError(
         Problem(
-            f"{what} differ between ranks: {shown}{more}",
+            f"{what} differ between ranks: {shown}{f'; {_ranks(others)} differ in other ways' if others else ''}",
             "every rank keeps the same copy, or the ranks train different models and average what has no meaning",
             "the same software and hardware on every rank; a rank that is named again and again may have bad memory",
         )
     )
 
 
-def _agree(by_rank: list[dict[str, int]], name: str) -> bool:
-    return len({found.get(name) for found in by_rank}) == 1
-
-
-def _outsiders(by_rank: list[dict[str, int]], name: str) -> list[int]:
+def _outsiders(heard: Mapping[int, Mapping[str, int]], name: str) -> list[int]:
     """Ranks that do not have what most have; of groups of equal size the one with the lowest rank counts as most."""
-    values = [found.get(name) for found in by_rank]
-    common = Counter(values).most_common(1)[0][0]
-    return [rank for rank, value in enumerate(values) if value != common]
+    values = {rank: found.get(name) for rank, found in heard.items()}
+    common = Counter(values.values()).most_common(1)[0][0]
+    return [rank for rank, value in values.items() if value != common]
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+    more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
+    return describe_ranks(ranks[:SHOWN_RANKS]) + more
 
 
 def _digest(tensor: Tensor) -> int:

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from llmtrain.dist.failure import FailureBoard
-from llmtrain.dist.verdict import AGREED, RankEnd, Verdict, failure_file, reach_verdict, without_word
+from llmtrain.dist.failure import FailureBoard, failure_file
+from llmtrain.dist.verdict import AGREED, RankEnd, Verdict, reach_verdict, without_word
 from llmtrain.dist.world import LaunchFacts
 
 POLL_SECONDS = 0.05
@@ -53,6 +53,13 @@ class RanksEnd:
     seconds: float
     ends: tuple[RankEnd, ...]
     """By rank."""
+    began_at: float
+    """Seconds since the epoch."""
+
+    @property
+    def failed_after(self) -> float:
+        """Seconds from the start to the first end that is none of all ranks together."""
+        return min([end.ended_at - self.began_at for end in self.ends if end.code not in AGREED], default=self.seconds)
 
     @property
     def is_told(self) -> bool:
@@ -86,17 +93,16 @@ def launch_ranks(
 
     Args:
         places: one for each rank, by rank.
-        start: starts one.
+        start: starts one; what it raises comes through, when those that were started have been killed.
         reports: folder in which the ranks leave failures and positions.
         stop_signals: what is passed on to every rank, once for each arrival, and ends nothing here.
         patience_seconds: see PATIENCE_SECONDS.
         poll_seconds: pause between two looks at the ranks.
 
     Raises:
-        OSError: a rank cannot be started; those that were have been killed.
         ValueError: not called in the main thread, which alone may wait for signals.
     """
-    began = time.monotonic()
+    began, began_at = time.monotonic(), time.time()
     with noted_signals(stop_signals) as noted, kept_exit_codes():
         crew = _Crew(noted, reports, stop_signals)
         try:
@@ -107,7 +113,7 @@ def launch_ranks(
             crew.kill()
         crew.note_stopped()
     ends = tuple(rank.end() for rank in crew.ranks)
-    return RanksEnd(reach_verdict(ends, reports), time.monotonic() - began, ends)
+    return RanksEnd(reach_verdict(ends, reports), time.monotonic() - began, ends, began_at)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from llmtrain.config.errors import ExitCode
-from llmtrain.dist.failure import Failure
+from llmtrain.dist.failure import Failure, signal_name
 from llmtrain.dist.position import Snapshot, read_position
 
 AGREED = (ExitCode.DONE, ExitCode.REQUEUE)
@@ -30,6 +30,9 @@ LAUNCHER = -1
 """The reporter of what no rank has told."""
 TAIL_LINES = 20
 TAIL_BYTES = 2**16
+CONSEQUENCE_SECONDS = 2.0
+"""A rank that is killed so long after another one has told an error is not the first cause."""
+_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z")
 """Before every line that the log itself has written."""
 
@@ -94,10 +97,10 @@ class Weight(IntEnum):
     """How surely a failure is a cause and not a consequence, the surest first; among equals the earliest counts."""
 
     SIGNAL = 0
-    """Ended by a signal that nobody here has sent."""
+    """Ended by a signal that nobody here has sent and no error told before explains."""
     OWN_ERROR = 1
     MUTE = 2
-    """Ended without a word, or by SIGABRT, as a library does that meets the end of another rank."""
+    """Ended without a word, or by a signal that follows on the end of another rank, as a library's SIGABRT does."""
     HANG = 3
     LOST = 4
     """Told by another rank that has lost it."""
@@ -131,7 +134,7 @@ def reach_verdict(ends: Sequence[RankEnd], reports: Path) -> Verdict:
     if cause is not None and cause.failure is not None:
         return Verdict(_exit_code(cause.failure.code), cause.failure, "")
     if stopped := [end.code for end in ends if end.is_stopped and end.code is not None]:
-        return Verdict(ExitCode.REQUEUE, None, f"stopped by {_signal_name(-stopped[0])}")
+        return Verdict(ExitCode.REQUEUE, None, f"stopped by {signal_name(-stopped[0])}")
     if ends[0].code == ExitCode.READER_GONE:
         return Verdict(ExitCode.READER_GONE, None, "")
     if any(end.code == ExitCode.REQUEUE for end in ends):
@@ -146,7 +149,7 @@ def _told_causes(records: Sequence[tuple[float, Failure]], ends: Sequence[RankEn
     for time, record in records:
         record = _precise(record, ends, reports)
         is_excused = record.kind == "lost" and record.rank in _excused(ends)
-        if record.code not in (ExitCode.REQUEUE, ExitCode.INTERRUPTED) and not is_excused:
+        if not (record.is_stop or is_excused):
             yield _Cause(weights.get(record.kind, Weight.OWN_ERROR), time, record.rank, record)
 
 
@@ -166,12 +169,29 @@ def _seen_causes(records: Sequence[tuple[float, Failure]], ends: Sequence[RankEn
         if end.code is None or not end.has_failed:
             continue
         if end.code < 0:
-            weight = Weight.MUTE if end.code == -signal.SIGABRT else Weight.SIGNAL
+            weight = Weight.MUTE if _is_consequence(end, -end.code, records) else Weight.SIGNAL
         elif end.rank in told or (end.code == ExitCode.LOST and _excused(ends)):
             continue
         else:
             weight = Weight.FOLLOWED if end.code == ExitCode.LOST else Weight.MUTE
         yield _Cause(weight, end.ended_at, end.rank, without_word(end, end.code, reports))
+
+
+def _is_consequence(end: RankEnd, number: int, records: Sequence[tuple[float, Failure]]) -> bool:
+    """Whether the signal that ended a rank came of the end of another one, or of an error of its own.
+
+    An exception may be what the end of the killed rank has caused on another one, if it was told at about the same time; a message
+    of ours may not, and faults in native code follow on it.
+    """
+    if number == signal.SIGABRT:
+        return True
+    for time, record in records:
+        if record.kind not in ("error", "crash") or record.is_stop:
+            continue
+        is_surely_before = record.rank == end.rank or (record.kind == "error" and number in _FAULTS)
+        if end.ended_at - time > (0.0 if is_surely_before else CONSEQUENCE_SECONDS):
+            return True
+    return False
 
 
 def _excused(ends: Sequence[RankEnd]) -> set[int]:
@@ -205,18 +225,18 @@ def output_file(reports: Path, rank: int) -> Path:
     return reports / f"rank{rank}.out"
 
 
-def failure_file(reports: Path, reporter: int) -> Path:
-    return reports / f"rank{reporter}.json"
-
-
 def position_file(reports: Path, rank: int) -> Path:
     return reports / f"rank{rank}.position"
+
+
+def run_file(reports: Path) -> Path:
+    return reports / "run.json"
 
 
 def read_run(reports: Path) -> RunPlace | None:
     """The content of `run.json`; None where rank 0 did not come so far."""
     try:
-        document = json.loads((reports / "run.json").read_bytes())
+        document = json.loads(run_file(reports).read_bytes())
         return RunPlace(Path(document["folder"]), document.get("resume"))
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -234,10 +254,6 @@ def read_failures(reports: Path) -> list[tuple[float, Failure]]:
 def _exit_code(code: int) -> ExitCode:
     """A code of ours that names a failure; any other is that of a fault, 1 too, with which Python itself ends."""
     return ExitCode(code) if code in list(ExitCode) and code not in (*AGREED, ExitCode.FAILED_CLAIM) else ExitCode.FAULT
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
 
 
 def _tail(reports: Path, rank: int) -> list[str]:

@@ -2,7 +2,8 @@
 
 Each rank has two threads. One talks to the store; a store whose server is stopped never answers, so the other one looks only at this
 process. One rank judges, the lowest that answers: it reads the records of all, and when no rank has moved for the time limit it
-names the one furthest behind. A time limit of a collective could not do so: the first rank to run into it is one that waits.
+names the one furthest behind. A time limit of a collective could not do so: the first rank to run into it is one that waits. It also
+says whose end broke a collective.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ from torch.distributed import DistError, Store
 from llmtrain.config.errors import ExitCode
 from llmtrain.dist.beats import SILENT_SECONDS, Beats, Clock, StoreLine
 from llmtrain.dist.failure import FAILURE_KEY, Failure, FailureBoard
+from llmtrain.dist.lost import ASK_SECONDS, NOBODY, LostRank
 from llmtrain.dist.position import Position, Snapshot
 
 PERIOD_SECONDS = 0.3
 CLOSE_PERIOD_SECONDS = 0.1
-LOST_SECONDS = 4.5
-"""Longest look for the rank whose end broke a collective."""
 STACK_SECONDS = 2.0
 STOP_SECONDS = 1.0
 """Longest wait for a thread of the watch, which only a store that does not answer can hold up."""
@@ -39,12 +39,15 @@ ORPHAN_SECONDS = 20.0
 """From SIGTERM to the end of a rank whose launcher has died: time to save."""
 
 _STOP_KEY = "watch/stop"
+_STOP_SIGNALS = {str(int(number)): number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
 _VERDICT_KEY = "watch/verdict"
 _HEARD_KEY = "watch/heard"
 # Phases in which a rank does little but wait for others.
 _WAITING = ("border", "reduce", "connect", "replicas", "end")
 _MAX_LISTED = 12
 _MAX_STACKS = 32
+_HEIRS = 16
+"""Ranks that are looked at together where the one before them does not answer: those of one host fall silent together."""
 
 
 class Watch:
@@ -78,6 +81,7 @@ class Watch:
         self._clock = Clock()
         self._line = StoreLine(store, self._clock)
         self._beats = Beats(self._line, self._clock, rank=rank, size=size, host=host, position=position)
+        self._lost = LostRank(self._line, self._clock, self._beats)
         self._rank = rank
         self._size = size
         self._timeout_seconds = timeout_seconds
@@ -88,7 +92,8 @@ class Watch:
         self._store_rank = store_rank
         self._is_stop_told = False
         self._is_stop_seen = False
-        self._is_looking = False
+        self._is_asking = False
+        self._has_fault = False
         self._has_verdict = False
         self._mute: set[int] = set()
         self._failed_at: float | None = None
@@ -133,20 +138,16 @@ class Watch:
 
         When the store is gone or does not answer, that is the rank which serves it.
         """
-        deadline = time.monotonic() + LOST_SECONDS
-        self._look_closely()
-        while time.monotonic() < deadline and self._failed_at is None:
+        deadline = time.monotonic() + ASK_SECONDS
+        self._is_asking = True
+        self._nudge.set()
+        while time.monotonic() < deadline and self._failed_at is None and not self._has_fault:
             if self._line.is_gone or self._line.silent_seconds > SILENT_SECONDS:
                 return self._store_rank
-            silent = [rank for rank in self._beats.here() if self._beats.is_silent(rank)]
-            if silent:
-                return max(silent, key=self._beats.silent_seconds)
+            if self._lost.found is not None:
+                return None if self._lost.found == NOBODY else self._lost.found
             time.sleep(0.05)
         return None
-
-    def _look_closely(self) -> None:
-        self._is_looking = True
-        self._nudge.set()
 
     # The thread that talks to the store.
 
@@ -154,26 +155,34 @@ class Watch:
         try:
             while not self._ending.is_set():
                 self._exchange()
-                self._nudge.wait(CLOSE_PERIOD_SECONDS if self._is_looking else PERIOD_SECONDS)
+                self._nudge.wait(CLOSE_PERIOD_SECONDS if self._lost.is_looked_for else PERIOD_SECONDS)
                 if not self._ending.is_set():
                     self._nudge.clear()
             self._beats.publish(has_left=True)
         except DistError:
             # The line has noted it, and the other thread minds what follows.
             return
+        except Exception:
+            # As what another program wrote into the store. Nobody else is to blame for it.
+            self._has_fault = True
+            self._line.give_up()
+            traceback.print_exc(file=sys.stderr)
 
     def _exchange(self) -> None:
         self._beats.publish()
         self._pass_stop_on()
         if self._failed_at is None and self._line.check(FAILURE_KEY):
             self._failed_at = self._clock.now()
+            # The board remembers it: the store may go with rank 0 before anybody asks again.
+            self._board.first()
         if self._line.check(_VERDICT_KEY):
             self._follow_verdict(json.loads(self._line.get(_VERDICT_KEY)))
-        is_judge = self._is_judge()
-        if is_judge or self._is_looking:
+        if self._is_judge():
             self._beats.read(range(self._size))
-        if is_judge:
             self._judge()
+            self._lost.look()
+        if self._is_asking:
+            self._lost.ask()
 
     def _pass_stop_on(self) -> None:
         """Tell of a stop signal of this rank, once; deliver that of another one, unless this rank has one of its own.
@@ -190,15 +199,18 @@ class Watch:
             self._is_stop_seen = True
             return
         self._is_stop_told = True
-        number = int(self._line.get(_STOP_KEY))
-        if self._stop_received() is None:
+        number = _STOP_SIGNALS.get(self._line.get(_STOP_KEY).decode(errors="replace"))
+        if number is not None and self._stop_received() is None:
             # A Ctrl-C of the terminal may still be on its way to this process, and two of them end a run without a save.
             os.kill(os.getpid(), signal.SIGTERM if number == signal.SIGINT else number)
 
     def _is_judge(self) -> bool:
-        """Whether no lower rank judges: each has left or does not answer. Reads only up to the first that does."""
+        """Whether no lower rank judges: each has left or does not answer. Reads little further than up to the first that does."""
+        num_read = 0
         for rank in range(self._rank):
-            self._beats.read([rank])
+            if rank == num_read:
+                num_read = min(rank + _HEIRS if rank else 1, self._rank)
+                self._beats.read(range(rank, num_read))
             if not (self._beats.has_left(rank) or self._beats.is_silent(rank)):
                 return False
         return True
@@ -315,7 +327,11 @@ class Watch:
 
     def _call_verdict(self, failure: Failure) -> NoReturn:
         with self._verdict_lock:
-            self._on_verdict(failure)
+            try:
+                self._on_verdict(failure)
+            finally:
+                # Whatever goes wrong with the words.
+                os._exit(int(ExitCode.LOST))
 
     # The thread that looks at this process only.
 
@@ -347,7 +363,9 @@ class Watch:
         """End this rank if it stands still and no judge can say so, because the store is gone or does not answer."""
         if min(self._line.silent_seconds, self._beats.still_seconds(self._rank)) < self._timeout_seconds:
             return
-        if self._store_rank is None:
+        if self._has_fault:
+            rank, text = self._rank, "its watch has failed, see its log: nobody can tell who waits for whom"
+        elif self._store_rank is None:
             rank, text = self._rank, "the store no longer answers: is torchrun still there?"
         else:
             rank, text = self._store_rank, _silence(self._store_rank)

@@ -30,6 +30,7 @@ _TASKS_OF_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _TORCHRUN_MARK = "TORCHELASTIC_RUN_ID"
 _LAUNCHER_MARK = "LLMTRAIN_LAUNCHER"
 _LAUNCHER_VARIABLES = ("LLMTRAIN_RUN_ID", "LLMTRAIN_REPORTS")
+_HOST_JOBS, _HOST_MEMORY = "LLMTRAIN_HOST_JOBS", "LLMTRAIN_HOST_MEMORY"
 
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
 _STEP_STRIDE = 1009
@@ -71,11 +72,20 @@ class LaunchFacts:
     """Where our launcher reads failures and positions of its ranks."""
     error_file: Path | None = None
     """Where torchrun reads why this rank failed."""
+    host_jobs: int = 1
+    """Jobs of a sweep that run on this host at the same time, this one included."""
+    host_memory: int | None = None
+    """Bytes of the host's memory that the sweep leaves to this job; None = all there are."""
 
     @property
     def starts_ranks(self) -> bool:
         """Whether this process is none of the ranks and has to start them."""
         return self.source == NPROC and self.world_size > 1 and self.launcher_pid is None
+
+    @property
+    def is_of_torchrun(self) -> bool:
+        """Whether torchrun's agent is the parent of this process, and its end that of the run."""
+        return self.source == TORCHRUN and self.launcher_pid is None and bool(self.run_id)
 
     @property
     def is_main(self) -> bool:
@@ -101,13 +111,31 @@ def read_launch(environ: Mapping[str, str], nproc: int | None) -> LaunchFacts:
         found.append(LaunchFacts(0, 0, nproc, NPROC, local_world_size=nproc))
     _refuse_disagreement(found)
     facts = found[0] if found else LaunchFacts(0, 0, 1, "one process")
-    return replace(facts, job_id=_job_id(environ), attempt=_attempt(environ))
+    return replace(
+        facts,
+        job_id=_job_id(environ),
+        attempt=_attempt(environ),
+        host_jobs=max(1, _number(environ, _HOST_JOBS, (), default=1)),
+        host_memory=_number(environ, _HOST_MEMORY, ()) if _HOST_MEMORY in environ else None,
+    )
+
+
+def job_environment(host_jobs: int, memory_bytes: int) -> dict[str, str]:
+    """What a sweep sets for a job that shares the host.
+
+    The memory is a number, and not for each job to measure: what is free depends on which other jobs have started.
+
+    Args:
+        host_jobs: jobs at the same time.
+        memory_bytes: what all of them together may take.
+    """
+    return {_HOST_JOBS: str(host_jobs), _HOST_MEMORY: str(memory_bytes // host_jobs)}
 
 
 def rank_environment(place: LaunchFacts) -> dict[str, str]:
     """What our launcher sets for the rank at `place`, on top of its own environment; `read_launch` of both gives `place` back.
 
-    A Slurm job around the launcher says job_id and attempt of its ranks too.
+    A Slurm job around the launcher says job_id and attempt of its ranks too, and a sweep what part of the host is theirs.
     """
     assert place.launcher_pid is not None and place.report_folder is not None, "a rank of our launcher knows its launcher"
     values = {

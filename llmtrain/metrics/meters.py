@@ -41,6 +41,8 @@ class StepRecord:
     exposed_comm_seconds: float | None = None
     val_loss: float | None = None
     """Token mean over the validation tokens scored after this update (nats)."""
+    unscored: bool | None = None
+    """True while `val_loss` is owed: a signal cut the evaluation short, and the next start makes up for it."""
 
     def to_dict(self) -> dict[str, Any]:
         """The record with the names of `metrics.jsonl`, in the order of `METRIC_KEYS`, without what does not apply."""
@@ -90,6 +92,7 @@ METRIC_KEYS = (
     "skipped",
     "exposed_comm_seconds",
     "val_loss",
+    "unscored",
 )
 """Every name a record may have."""
 

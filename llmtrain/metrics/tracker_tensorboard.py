@@ -134,7 +134,7 @@ def _cut(path: Path, last_step: int, event: Any) -> int:
 
 
 def _records(file: BinaryIO, event: Any) -> Iterator[tuple[int, bytes]]:
-    """Step and whole bytes of each record, up to the first that is torn."""
+    """Step and whole bytes of each record, up to the first that is torn; a mark, which holds no values, has step 0."""
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
     while len(head := file.read(HEAD_BYTES)) == HEAD_BYTES:
@@ -145,7 +145,8 @@ def _records(file: BinaryIO, event: Any) -> Iterator[tuple[int, bytes]]:
         content, foot = rest[:length], rest[length:]
         if foot != struct.pack("<I", masked_crc32c(content)):
             return
-        yield event.FromString(content).step, head + rest
+        found = event.FromString(content)
+        yield found.step if found.HasField("summary") else 0, head + rest
 
 
 def _next_name(folder: Path) -> str:

@@ -44,13 +44,14 @@ class TrackedRun:
     def history(self, after: int = 0) -> Iterator[tuple[int, dict[str, float]]]:
         """Step and numbers of each record that earlier starts have left in metrics.jsonl, from the one after step `after` on.
 
-        What a tracker lacks of them, since it was switched on later or went down with its machine, is there.
+        What a tracker lacks of them, since it was switched on later or went down with its machine, is there. A record that this start
+        has yet to complete is not: it comes by `log`.
 
         Raises:
             StorageError: the file cannot be read.
         """
         for values in each_record(self.folder / "metrics.jsonl"):
-            if after < values["step"] <= self.resumed_step:
+            if after < values["step"] <= self.resumed_step and not values.get("unscored"):
                 yield values["step"], flat_values(values)
 
 

@@ -39,7 +39,7 @@ class GradientSync(Protocol):
     """What the loss of a rank has to be multiplied by."""
 
     def warm_up(self, forward_backward: Callable[[], object]) -> None:
-        """Before the first update of a process: may call `forward_backward` and drops the gradients that it makes."""
+        """Once, before the first update of a process: may call `forward_backward` and drops the gradients that it makes."""
         ...
 
     def begin_update(self) -> None:
@@ -131,20 +131,16 @@ class ReplicatedGradients:
         self._inside = ddp.gradient_as_bucket_view
         self._buckets = _Buckets(collectives, torch.bfloat16 if ddp.compression == "bf16" else None, book)
         self._num_passes = WARM_UP_PASSES + ddp.static_graph
-        self._is_warm = False
         self.model.register_comm_hook(self._buckets, _Buckets.average)
 
     def warm_up(self, forward_backward: Callable[[], object]) -> None:
-        """A few passes, once a process: the layout of buckets that the last one has stays."""
-        if self._is_warm:
-            return
+        """A few passes: the layout of buckets that the last one has stays."""
         for index in range(self._num_passes):
             self._buckets.keeps = self._inside and index == self._num_passes - 1
             with self.microbatch(is_last=True):
                 forward_backward()
             self.model.zero_grad(set_to_none=True)
         self._buckets.keeps = False
-        self._is_warm = True
 
     def begin_update(self) -> None:
         self._buckets.put_gradients_inside()

@@ -108,5 +108,8 @@ def _indivisible(micro: int | None, amount: _Amount) -> Problem:
     cure = f"{below} or {below + unit}" if below else f"{unit}"
     if micro is not None and amount.value % amount.of(1) == 0:
         cure += f", or accumulation.micro_batch_size={either(divisors_near(amount.value // amount.of(1), micro))}"
+    share = amount.value // (unit // amount.data_ranks)
+    if amount.data_ranks > 1 and share * (unit // amount.data_ranks) == amount.value:
+        cure += f", or {either(str(ranks) for ranks in divisors_near(share, amount.data_ranks))} data ranks"
     equals = f" = {unit}" if len(factors) > 1 else ""
     return Problem(f"accumulation.{amount.key}={amount.value}", f"divisible by {' × '.join(factors)}{equals}", cure)

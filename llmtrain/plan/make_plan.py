@@ -251,16 +251,35 @@ def _refuse_on_mps(config: Config, machine: Machine) -> None:
 
 
 def _settle_threads(config: Config, machine: Machine) -> tuple[int, Choices]:
-    asked, ranks = config.launch.threads, machine.local_world_size
-    cores, share = _counted(machine.cores, "core"), max(1, machine.cores // ranks)
+    asked, ranks, jobs = config.launch.threads, machine.core_ranks, machine.host_jobs
+    # Ranks that are bound to cores of their own have none of the rest of the host.
+    all_share = ranks == machine.local_world_size
     if asked is not None:
-        if asked > share:
-            given = "" if ranks == 1 else f" for {ranks} ranks of {_counted(asked, 'thread')} = {asked * ranks}"
-            rule = f"at most the {cores} of this host{given}: more threads than cores wait for each other"
-            raise PlanError(Problem(f"launch.threads={asked}", rule, f"launch.threads={share} or auto"))
+        whose = "of this host" if all_share else "that this rank may use"
+        refused = too_many_threads(asked, machine.cores, ranks, jobs, whose=whose)
+        if refused:
+            raise PlanError(refused)
         return asked, []
     here = " on this host" if machine.num_nodes > 1 else ""
-    return share, [Choice("launch.threads", str(share), f"{cores} / {_counted(ranks, 'rank')}{here}")]
+    reason = f"{_counted(machine.cores, 'core')} / {_counted(ranks, 'rank')}{here if all_share else ' that may use them'}"
+    share = _threads_each(machine.cores, ranks * jobs)
+    return share, [Choice("launch.threads", str(share), f"{reason} / {jobs} jobs" if jobs > 1 else reason)]
+
+
+def too_many_threads(asked: int, cores: int, ranks: int, jobs: int = 1, *, whose: str = "of this host") -> Problem | None:
+    """What is wrong with `launch.threads` where ranks, of as many jobs of a sweep at a time, share cores; None if nothing is."""
+    processes = ranks * jobs
+    share = _threads_each(cores, processes)
+    if asked <= share:
+        return None
+    who = f"{jobs} jobs of {_counted(ranks, 'rank')}" if jobs > 1 else _counted(ranks, "rank")
+    given = "" if processes == 1 else f" for {who} of {_counted(asked, 'thread')} = {asked * processes}"
+    rule = f"at most the {_counted(cores, 'core')} {whose}{given}: more threads than cores wait for each other"
+    return Problem(f"launch.threads={asked}", rule, f"launch.threads={share} or auto")
+
+
+def _threads_each(cores: int, processes: int) -> int:
+    return max(1, cores // processes)
 
 
 def _device_choice(config: Config, machine: Machine) -> Choices:

@@ -19,6 +19,21 @@ class Availability:
 
 
 @dataclass(frozen=True)
+class HostLimit:
+    """So many cores or bytes of a host, for all processes in the same part of it."""
+
+    amount: int
+    part: str
+    """`cpus`, `cgroup` and its number, `host`, or `job`, what a sweep leaves to one of its jobs."""
+    cpus: int = 0
+    """Of the part `cpus`: bit i stands for core i of the host."""
+
+    def is_shared_with(self, other: HostLimit) -> bool:
+        """Whether a process of the same host with that limit takes from this one: sets of cores need only overlap."""
+        return self.part == other.part and (self.cpus == other.cpus or self.cpus & other.cpus != 0)
+
+
+@dataclass(frozen=True)
 class Machine:
     """Facts about the devices at hand; filled in by the composition root, or from a cluster description."""
 
@@ -31,7 +46,7 @@ class Machine:
     memory_bytes: int
     """Memory of one device; for `cpu` a rank's share of what the host can still give."""
     cores: int
-    """Of this host, for all ranks of the run on it."""
+    """That this process may use, perhaps together with others."""
     world_size: int
     world_source: str
     """Where the world size comes from: `one process`, `launch.nproc`, `WORLD_SIZE`."""
@@ -53,6 +68,21 @@ class Machine:
     """What no other device is called; empty where ranks may share it."""
     bf16: bool = True
     """Whether the device has bf16 tensors at all."""
+    core_ranks: int = 1
+    """Ranks of this run that share the cores."""
+    host_jobs: int = 1
+    """Jobs of a sweep that run here at the same time and share them too, each with as many ranks."""
+    host: str = ""
+    """The same for all processes of a host, and only for them."""
+    core_limits: tuple[HostLimit, ...] = ()
+    """What bounds the cores of this process; the ranks find out together which of it they share."""
+    memory_limits: tuple[HostLimit, ...] = ()
+    """What bounds its memory on the host."""
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """What this process could take of the host's memory if it were alone."""
+        return min((limit.amount for limit in self.memory_limits), default=self.memory_bytes)
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,12 @@ def flatten_plan(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 def share_folder(world: World, folder: RunFolder) -> None:
     """See that every rank sees the folder that rank 0 has made; raises StorageError on those that do not."""
     mark = Path(world.meeting.share("mark", lambda: str(_leave_mark(folder.path))))
-    with world.meeting.together("folder"):
-        _wait_for(mark, world, folder.path)
-    if world.is_main:
-        mark.unlink(missing_ok=True)
+    try:
+        with world.meeting.together("folder"):
+            _wait_for(mark, world, folder.path)
+    finally:
+        if world.is_main:
+            mark.unlink(missing_ok=True)
 
 
 def _leave_mark(folder: Path) -> Path:

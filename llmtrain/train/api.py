@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from llmtrain.config.compose import Composed
 from llmtrain.config.errors import ConfigError, ExitCode, PeerError, Problem
 from llmtrain.config.typed import LaunchConfig
+from llmtrain.dist.failure import reason
 from llmtrain.dist.world import read_launch
-from llmtrain.train.launch import end_reason, launch_run
+from llmtrain.train.launch import launch_run
 
 if TYPE_CHECKING:
     from llmtrain.metrics.console import Console
@@ -63,7 +64,7 @@ def _train_on_ranks(composed: Composed, console: Console | None) -> ExitCode:
     end = launch_run(composed, stdout=None if composed.config.output == "json" else STANDARD_ERROR)
     verdict = end.verdict
     if verdict.failure is not None:
-        raise PeerError(verdict.failure.rank, verdict.code, end_reason(end))
+        raise PeerError(verdict.failure.rank, verdict.code, reason(verdict.failure))
     if verdict.code is ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
     if verdict.code is ExitCode.READER_GONE:

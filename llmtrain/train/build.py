@@ -1,4 +1,5 @@
-"""The composition root of a training: from a composed config to a finished run folder. Nothing below here sees the whole config.
+"""The composition root of a training: from a composed config to a finished run folder. Only here and in `run_start`, which makes the
+parts, is the whole config seen.
 
 Every rank of a run comes through here. What only one of them may decide (the name of the run, what its folder means) rank 0 decides
 and shares; after each phase the ranks wait for each other, so that what goes wrong on one ends all of them with its message.
@@ -22,10 +23,10 @@ from llmtrain.config.errors import ExitCode, LlmtrainError, StorageError, exit_c
 from llmtrain.config.keys import path_keys
 from llmtrain.config.paths import user_path
 from llmtrain.data.corpus import Corpus, build_corpus
-from llmtrain.dist.failure import Failure
+from llmtrain.dist.failure import Failure, reason_of_run
 from llmtrain.dist.ranks import World, join_world
 from llmtrain.dist.runtime import configure_process
-from llmtrain.dist.world import read_launch
+from llmtrain.dist.world import NPROC, SLURM, LaunchFacts, read_launch
 from llmtrain.metrics.console import Console
 from llmtrain.metrics.rank_log import LogConsole, LoggedConsole, RankLog, redirect_output
 from llmtrain.plan.make_plan import check_memory, make_plan
@@ -115,19 +116,21 @@ class _Start:
             with world.meeting.together("folder"):
                 decided = folder.decide(wire, plan, origins=self._composed.origins) if world.is_main else None
             opening = share_opening(world, decided)
-            hosts = world.meeting.gather("hosts", socket.gethostname())
+            hosts = world.meeting.gather("hosts", [socket.gethostname(), plan.threads])
             if opening.start is Start.FINISHED:
                 self._tell_finished(folder, corpus, opening)
                 return None
-            self._stop.begin_training()
-            if world.is_main:
-                facts = describe_environment(plan, machine.device_name, hosts) | text_facts(corpus)
-                folder.record_start(wire, self._composed.words, plan, facts, opening)
-            self._start = RunStart(
-                self._composed, console, machine, corpus, plan, folder, opening, self._stop, world, self._clock, self._log
-            )
             status = _status_of_failures(folder) if world.is_main else nullcontext()
             with status, world.failures(), explained_memory_errors(plan):
+                if world.is_main:
+                    facts = describe_environment(plan, machine.device_name, hosts) | text_facts(corpus)
+                    folder.record_start(wire, self._composed.words, plan, facts, opening)
+                # From here on the folder is this start's: how it ends is kept there, also by others.
+                world.on_loss = functools.partial(_write_loss, folder)
+                world.leave_word({"folder": str(folder.path), "resume": world.resume})
+                self._start = RunStart(
+                    self._composed, console, machine, corpus, plan, folder, opening, self._stop, world, self._clock, self._log
+                )
                 return self._start.fit()
 
     def tell(self, trained: Trained) -> ExitCode:
@@ -174,8 +177,6 @@ class _Start:
         share_folder(world, folder)
         log = folder.path / "logs" / f"rank{world.rank}.log"
         world.log, world.resume = log, self._resume_command(folder)
-        world.on_loss = functools.partial(_write_loss, folder)
-        world.leave_word({"folder": str(folder.path), "resume": world.resume})
         if not world.is_main:
             world.terminal = redirect_output(log)
         self._log.open(log)
@@ -186,10 +187,24 @@ class _Start:
         self._console.document({"run": str(folder.path), "code": int(ExitCode.DONE), "message": opening.message})
 
     def _resume_command(self, folder: RunFolder) -> str:
-        """What to type to go on with this run from anywhere the same paths mean the same."""
+        """What to type to go on with this run from anywhere the same paths mean the same, on as many ranks."""
         composed = self._composed
         words = [word for word in composed.words if not word.lstrip("+").startswith("run.name=")]
-        return shlex.join(["llmtrain", *composed.options, *words, f"run.name={folder.path.name}"])
+        started = [*start_words(self._world.facts), *composed.options, *words, f"run.name={folder.path.name}"]
+        return shlex.join(started)
+
+
+def start_words(facts: LaunchFacts) -> list[str]:
+    """How a run with so many ranks is started: by llmtrain itself, by torchrun or by srun."""
+    if facts.world_size == 1 or facts.source == NPROC:
+        return ["llmtrain"]
+    if facts.source == SLURM:
+        return ["srun", f"--nodes={facts.num_nodes}", f"--ntasks={facts.world_size}", "llmtrain"]
+    several = []
+    if facts.num_nodes > 1:
+        meeting = [f"--master-addr={facts.master_addr}", f"--master-port={facts.master_port}"]
+        several = [f"--nnodes={facts.num_nodes}", "--node-rank=NODE_RANK", *meeting]
+    return ["torchrun", *several, f"--nproc-per-node={facts.local_world_size}", "-m", "llmtrain"]
 
 
 def _folder_path(composed: Composed) -> Path:
@@ -218,14 +233,17 @@ def _status_of_failures(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        problem = error.problems[0].what if isinstance(error, LlmtrainError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, LlmtrainError):
+            problem = error.problems[0].what
+        else:
+            problem = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
         _write_end(folder, int(exit_code_of(error)), problem)
         raise
 
 
 def _write_loss(folder: RunFolder, failure: Failure) -> None:
-    """A rank is gone, perhaps the one that keeps the status: the one that noticed first writes it."""
-    _write_end(folder, failure.code, f"rank {failure.rank} was lost in phase {failure.phase} of step {failure.step}")
+    """A rank is gone or hangs, perhaps the one that keeps the status: the one that noticed first writes it."""
+    _write_end(folder, failure.code, reason_of_run(failure))
 
 
 def _write_end(folder: RunFolder, code: int, reason: str) -> None:

@@ -78,7 +78,7 @@ def done_lines(
         second.insert(
             0, f"forecast {format_bytes(plan.forecast.total)}, measured {format_bytes(measured_peak_bytes)} ({off:+d} %)"
         )
-    second.append(f"saved at step {state.step}")
+    second.append(f"saved at step {state.step}" if state.step else "nothing to save before the first step")
     return [" · ".join(first), " · ".join(second)]
 
 

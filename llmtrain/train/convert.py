@@ -77,7 +77,7 @@ def import_folder(source: Path, target: Path, progress: Progress, files: Files =
         folder = RunFolder(staging, files)
         folder.create()
         words = ("convert", f"hf:{source}", str(target))
-        environment = describe_environment(plan, plan.device, [platform.node()])
+        environment = describe_environment(plan, plan.device, [(platform.node(), plan.threads)])
         folder.record_start(wire, words, plan, environment, Opening(Start.FRESH, (), ""))
         _keep_for_an_export(folder, source, model, tokenizer)
         state = {"train": TrainState().to_dict(), "data_fingerprint": "", "tokenizer": tokenizer.tokenizer.to_json()}

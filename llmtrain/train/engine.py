@@ -35,6 +35,10 @@ class EvaluationResult:
 class Engine(Protocol):
     """Model, loss and optimizer behind the four things a trainer needs of them."""
 
+    def warm_up(self, microbatch: Batch) -> None:
+        """Before the first update of a process: may run a micro-batch and drops what that gives; changes no weight or moment."""
+        ...
+
     def train_step(self, update: int, microbatches: Sequence[Batch], num_targets: int) -> StepResult:
         """Run the micro-batches of update number `update` (from 1) and change the weights.
 

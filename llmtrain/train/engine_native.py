@@ -53,6 +53,10 @@ class NativeEngine:
         self._collectives = collectives
         self._position = position
 
+    def warm_up(self, microbatch: Batch) -> None:
+        """See `Engine`."""
+        self._forward_backward.warm_up(microbatch.to(self._device), seed=self._seed)
+
     def train_step(self, update: int, microbatches: Sequence[Batch], num_targets: int) -> StepResult:
         """Make update number `update`; one division by the target tokens of the whole update, then norm, decision, clip and step.
 

@@ -25,6 +25,10 @@ from llmtrain.train.engine import EvaluationResult
 class ForwardBackward(Protocol):
     """Makes the gradients of the mean loss of an update."""
 
+    def warm_up(self, microbatch: Batch, *, seed: int) -> None:
+        """Before the first update of a process: settle what depends on the order of backward; leaves no gradients."""
+        ...
+
     def run(self, microbatches: Sequence[Batch], *, seed: int, update: int, num_targets: int) -> Tensor:
         """Give every parameter the gradient of (sum of losses of all ranks / num_targets).
 
@@ -57,26 +61,26 @@ class PlainForwardBackward:
 
     def run(self, microbatches: Sequence[Batch], *, seed: int, update: int, num_targets: int) -> Tensor:
         assert microbatches, "an update has at least one micro-batch"
-        divisor = num_targets / self._gradients.num_ranks
-
-        def forward_backward(batch: Batch) -> Tensor:
-            loss_sum = self._forward(batch, DropoutKey(seed, update, batch.sample_index))
-            self._position.enter("backward")
-            with self._ledger.backward():
-                (loss_sum / divisor).backward()
-            return loss_sum.detach()  # lets go of the graph before the next micro-batch makes its own
-
-        self._position.enter("warm-up")
-        self._gradients.warm_up(lambda: forward_backward(microbatches[0]))
         self._gradients.begin_update()
         total = None
         for index, batch in enumerate(microbatches):
             self._position.at_microbatch(index)
             with self._gradients.microbatch(is_last=index == len(microbatches) - 1):
-                loss_sum = forward_backward(batch)
+                loss_sum = self._forward_backward(batch, DropoutKey(seed, update, batch.sample_index), num_targets)
             total = loss_sum if total is None else total + loss_sum
         assert total is not None
         return total
+
+    def warm_up(self, microbatch: Batch, *, seed: int) -> None:
+        key = DropoutKey(seed, 0, microbatch.sample_index)
+        self._gradients.warm_up(lambda: self._forward_backward(microbatch, key, num_targets=1))
+
+    def _forward_backward(self, batch: Batch, dropout_key: DropoutKey, num_targets: int) -> Tensor:
+        loss_sum = self._forward(batch, dropout_key)
+        self._position.enter("backward")
+        with self._ledger.backward():
+            (loss_sum / (num_targets / self._gradients.num_ranks)).backward()
+        return loss_sum.detach()  # lets go of the graph before the next micro-batch makes its own
 
     def _forward(self, batch: Batch, dropout_key: DropoutKey) -> Tensor:
         self._position.enter("forward")

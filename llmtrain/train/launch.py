@@ -23,17 +23,16 @@ from pathlib import Path
 from llmtrain.checkpoint.layout import list_steps
 from llmtrain.config.compose import Composed, config_from_wire
 from llmtrain.config.errors import ExitCode, Problem, RankLostError, StorageError
-from llmtrain.dist.failure import Failure, failure_screen, headline
+from llmtrain.dist.failure import Failure, reason_of_run
+from llmtrain.dist.failure_screen import failure_screen
 from llmtrain.dist.spawn import RanksEnd, launch_ranks
 from llmtrain.dist.verdict import AGREED, RunPlace, output_file, read_run
-from llmtrain.dist.world import LaunchFacts, rank_environment, read_launch
+from llmtrain.dist.world import LOOPBACK, LaunchFacts, rank_environment, read_launch
 from llmtrain.train.run_folder import RunFolder
 from llmtrain.train.signals import STOP_SIGNALS
 
-LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
-TRACEBACK = "Traceback (most recent call last):"
-SHOW_CURSOR = "\x1b[?25h"
+SHOW_CURSOR, CLEAR_LINE = "\x1b[?25h", "\r\x1b[K"
 # The first entry of the import path is what this process was started with; Python's own choice for `-m` would be the folder one is
 # in, where a file may have the name of a module.
 _RANK_SCRIPT = "import sys; sys.path.insert(0, {first!r}); from llmtrain.cli.rank import main; main()"
@@ -63,11 +62,7 @@ def launch_run(composed: Composed, *, stdout: int | None = None) -> RanksEnd:
     with _report_folder() as reports, closing(listen_on_loopback()) as listener:
         places = rank_places(facts, listener, reports)
         starter = _Starter(composed, listener, reports, stdout)
-        try:
-            end = launch_ranks(places, starter, reports=reports, stop_signals=STOP_SIGNALS)
-        except OSError as error:
-            cure = f"launch.nproc below {facts.world_size}"
-            raise RankLostError(Problem("the ranks cannot be started", error.strerror or str(error), cure)) from error
+        end = launch_ranks(places, starter, reports=reports, stop_signals=STOP_SIGNALS)
         _tell(end, read_run(reports), composed.config.output)
     return end
 
@@ -137,12 +132,16 @@ def _report_folder() -> Iterator[Path]:
     try:
         folder = Path(tempfile.mkdtemp(prefix="llmtrain-"))
     except OSError as error:
-        rule = error.strerror or str(error)
-        raise StorageError(Problem("no folder for the reports of the ranks", rule, "TMPDIR=FOLDER with some room")) from error
+        raise _no_room(error) from error
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _no_room(error: OSError) -> StorageError:
+    rule = error.strerror or str(error)
+    return StorageError(Problem("no folder for the reports of the ranks", rule, "TMPDIR=FOLDER with some room"))
 
 
 class _Starter:
@@ -157,11 +156,21 @@ class _Starter:
         self._stdout = stdout
         # A file and not a pipe: nobody waits for a rank to read, or to live until it has read.
         self._document = reports / "composed.json"
-        self._document.write_bytes(to_document(composed))
+        try:
+            self._document.write_bytes(to_document(composed))
+        except OSError as error:
+            raise _no_room(error) from error
 
     def __call__(self, place: LaunchFacts) -> subprocess.Popen[bytes]:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        try:
+            return self._start_at(place)
+        except OSError as error:
+            cure = f"launch.nproc below {place.world_size}"
+            raise RankLostError(Problem("the ranks cannot be started", error.strerror or str(error), cure)) from error
+
+    def _start_at(self, place: LaunchFacts) -> subprocess.Popen[bytes]:
         environ = self._environ | rank_environment(place)
         with self._document.open("rb") as document:
             if place.rank > 0:
@@ -184,14 +193,14 @@ class _Starter:
 def _tell(end: RanksEnd, run: RunPlace | None, output: str) -> None:
     """Say what rank 0 has not said: the failure's one screen, the status, and the document of output=json."""
     verdict = end.verdict
-    if (end.ends[0].code or 0) < 0:
+    if end.ends[0].code not in AGREED:
         _mend_terminal()
     if verdict.failure is not None:
         log = None if run is None else run.log(verdict.failure.rank)
         screen = failure_screen(
             verdict.failure,
             num_ranks=len(end.ends),
-            seconds=end.seconds,
+            seconds=end.failed_after,
             log=log if log is not None and log.exists() else None,
             resume=None if run is None else run.resume,
         )
@@ -211,15 +220,7 @@ def end_reason(end: RanksEnd) -> str:
     failure = end.verdict.failure
     if failure is None:
         return end.verdict.message.partition("\n")[0].removeprefix("error: ")
-    if failure.kind in ("lost", "hang"):
-        return headline(failure)
-    lines = failure.text.splitlines()
-    reason = next(iter(lines), "").removeprefix("error: ")
-    if TRACEBACK in lines:
-        # Frames and their source are indented, the exception is not; that of the last traceback is the one that was raised.
-        below = lines[len(lines) - lines[::-1].index(TRACEBACK) :]
-        reason = next((line for line in below if line and not line.startswith(" ")), reason)
-    return f"rank {failure.rank}: {reason}"
+    return reason_of_run(failure)
 
 
 def _keep_status(run: RunPlace, code: ExitCode, reason: str, failure: Failure | None) -> None:
@@ -236,7 +237,7 @@ def _keep_status(run: RunPlace, code: ExitCode, reason: str, failure: Failure | 
 
 
 def _mend_terminal() -> None:
-    """A rank that was killed while it drew has left the cursor hidden."""
+    """A rank that ended while it drew has left the cursor hidden, behind what it drew last."""
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
-            print(SHOW_CURSOR, end="", file=stream, flush=True)
+            print(f"{SHOW_CURSOR}{CLEAR_LINE}", end="", file=stream, flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from importlib import metadata
 from typing import Any
 
@@ -12,16 +12,28 @@ from llmtrain.config.errors import PlanError, Problem
 from llmtrain.config.plugins import Installed, installed
 from llmtrain.config.typed import LaunchConfig
 from llmtrain.data import records, tokenizer
-from llmtrain.dist.devices import cuda_capability, cuda_missing_reason, detect_devices, mps_missing_reason
+from llmtrain.dist.devices import (
+    core_limits,
+    cuda_capability,
+    cuda_missing_reason,
+    detect_devices,
+    host_name,
+    memory_limits,
+    mps_missing_reason,
+    smallest,
+)
 from llmtrain.dist.world import LaunchFacts, read_launch
 from llmtrain.metrics import trackers
 from llmtrain.optim import build as optimizer
 from llmtrain.plan import attention
-from llmtrain.plan.plan import Availability, Machine
+from llmtrain.plan.plan import Availability, HostLimit, Machine
 
 
 def detect_machine(launch: LaunchConfig, facts: LaunchFacts | None = None) -> Machine:
     """Describe this host, this process's place in the run, and which options work.
+
+    One process cannot see what others are bounded by: here all ranks of a host share its cores and memory, until
+    `agreed_machine` knows better.
 
     Args:
         facts: the place of this process; None = read from the environment.
@@ -32,13 +44,14 @@ def detect_machine(launch: LaunchConfig, facts: LaunchFacts | None = None) -> Ma
     """
     place = read_launch(os.environ, launch.nproc) if facts is None else facts
     devices = detect_devices(launch.device, place)
+    cores, memory = core_limits(), memory_limits(place.host_memory)
     return Machine(
         device=devices.device,
         device_reason=devices.reason,
         device_name=devices.name,
         num_devices=devices.num_devices,
-        memory_bytes=devices.memory_bytes,
-        cores=devices.cores,
+        memory_bytes=devices.memory_bytes or smallest(memory) // place.local_world_size,
+        cores=smallest(cores),
         world_size=place.world_size,
         world_source=place.source,
         bf16_native=devices.bf16_native,
@@ -50,12 +63,19 @@ def detect_machine(launch: LaunchConfig, facts: LaunchFacts | None = None) -> Ma
         device_index=devices.index,
         device_unit=devices.unit,
         bf16=devices.bf16,
+        core_ranks=place.local_world_size,
+        host_jobs=place.host_jobs,
+        host=host_name(),
+        core_limits=cores,
+        memory_limits=memory,
     )
 
 
 def shared_facts(machine: Machine) -> dict[str, Any]:
     """What the other ranks have to know of this one's machine, as plain JSON values."""
-    return {name: getattr(machine, name) for name in ("device", "device_unit", "memory_bytes", "bf16_native", "bf16")}
+    facts = {name: getattr(machine, name) for name in ("device", "device_unit", "memory_bytes", "bf16_native", "bf16", "host")}
+    limits = {name: [astuple(limit) for limit in getattr(machine, name)] for name in ("core_limits", "memory_limits")}
+    return facts | limits
 
 
 def agreed_machine(machine: Machine, everyone: Sequence[Mapping[str, Any]]) -> Machine:
@@ -67,7 +87,8 @@ def agreed_machine(machine: Machine, everyone: Sequence[Mapping[str, Any]]) -> M
         everyone: `shared_facts` of each rank, by rank.
 
     Returns:
-        The machine with the least memory of any rank, and bf16 only where all have it.
+        The machine with the least memory of any rank, and bf16 only where all have it. The cores are its own: ranks that the batch
+        system has bound to cores of their own share them with nobody, nor do they share the limits of a control group of their own.
 
     Raises:
         PlanError: ranks would compute on different kinds of devices, or two of them on one.
@@ -84,12 +105,41 @@ def agreed_machine(machine: Machine, everyone: Sequence[Mapping[str, Any]]) -> M
             raise PlanError(
                 Problem(what, "each rank has a device of its own", "fewer processes on a host or launch.device=cpu")
             )
+    cores, core_ranks = machine.cores, machine.core_ranks
+    if machine.core_limits:
+        cores, core_ranks = _tightest(machine.core_limits, _on_host(machine.host, "core_limits", everyone))
     return replace(
         machine,
-        memory_bytes=min(facts["memory_bytes"] for facts in everyone),
+        memory_bytes=min(_memory_bytes(facts, everyone) for facts in everyone),
+        cores=cores,
+        core_ranks=core_ranks,
         bf16_native=all(facts["bf16_native"] for facts in everyone),
         bf16=all(facts["bf16"] for facts in everyone),
     )
+
+
+def _memory_bytes(facts: Mapping[str, Any], everyone: Sequence[Mapping[str, Any]]) -> int:
+    """Memory of a device, or a rank's share of that of its host."""
+    if facts["device"] != "cpu" or not facts["memory_limits"]:
+        return int(facts["memory_bytes"])
+    on_host = _on_host(facts["host"], "memory_limits", everyone)
+    amount, num_ranks = _tightest(_limits(facts["memory_limits"]), on_host)
+    return amount // num_ranks
+
+
+def _on_host(host: str, name: str, everyone: Sequence[Mapping[str, Any]]) -> list[list[HostLimit]]:
+    """The limits of each rank of a host."""
+    return [_limits(facts[name]) for facts in everyone if facts["host"] == host]
+
+
+def _limits(values: Sequence[Sequence[Any]]) -> list[HostLimit]:
+    return [HostLimit(*value) for value in values]
+
+
+def _tightest(limits: Sequence[HostLimit], on_host: Sequence[Sequence[HostLimit]]) -> tuple[int, int]:
+    """The amount of the limit that leaves each rank the least, and how many ranks share that."""
+    shared = [(limit.amount, sum(any(limit.is_shared_with(other) for other in rank) for rank in on_host)) for limit in limits]
+    return min(shared, key=lambda pair: pair[0] / pair[1])
 
 
 def options_here(device: str, index: int = 0) -> dict[str, Availability]:

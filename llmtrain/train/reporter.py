@@ -57,7 +57,7 @@ class Reporter:
         self._on_first: Callable[[], None] | None = on_first
         self._comm = CommSummary(0.0, 0.0, 0, 0)
         """Of the update just made and the border before it."""
-        self._skipped, self._rate = 0, Rate(0.0, 0)
+        self._skipped = 0
         self.last = unscored
         """The newest record: of this process, or the one whose evaluation an earlier start was stopped in."""
         self.measured_peak_bytes: int | None = None
@@ -109,12 +109,12 @@ class Reporter:
 
     def report_unscored(self, state: TrainState, result: StepResult) -> None:
         """Write the record of an update whose evaluation was cut short; the next start completes it."""
-        self._sink.write(self._record(state, result, None))
+        self._sink.write(replace(self._record(state, result, None), unscored=True))
 
     def complete(self, val_loss: float) -> None:
         """The evaluation that was cut short has been made up for."""
         if self.last is not None:
-            record = replace(self.last, val_loss=val_loss)
+            record = replace(self.last, val_loss=val_loss, unscored=None)
             self.last = record
             self._sink.replace_last(record)
             self._show(record)

@@ -324,11 +324,11 @@ def existing_run_folder(path: Path) -> RunFolder:
     return RunFolder(path)
 
 
-def describe_environment(plan: Plan, device_name: str, hosts: Sequence[str]) -> dict[str, Any]:
+def describe_environment(plan: Plan, device_name: str, ranks: Sequence[tuple[str, int]]) -> dict[str, Any]:
     """Content of environment.json: what a number in this run may depend on. Holds no environment variables.
 
     Args:
-        hosts: of every rank, by rank.
+        ranks: host and threads of each, by rank.
     """
     versions = {}
     for package in _PACKAGES:
@@ -347,6 +347,7 @@ def describe_environment(plan: Plan, device_name: str, hosts: Sequence[str]) -> 
         "device": plan.device,
         "device_name": device_name,
         "threads": plan.threads,
-        "ranks": len(hosts),
-        "hosts": list(dict.fromkeys(hosts)),
+        "ranks": len(ranks),
+        "hosts": list(dict.fromkeys(host for host, _ in ranks)),
+        "threads_by_rank": [threads for _, threads in ranks],
     }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from llmtrain.checkpoint.files import ToldFiles
 from llmtrain.checkpoint.store import CheckpointStore, Loaded
 from llmtrain.config.compose import Composed
 from llmtrain.config.errors import DataError, ExitCode, Problem
@@ -37,7 +38,7 @@ from llmtrain.train.run_folder import Opening, RunFolder, Start, existing_run_fo
 from llmtrain.train.signals import StopSignals
 from llmtrain.train.startup import StartupClock
 from llmtrain.train.state import TrainState
-from llmtrain.train.trainer import NoSaver, Outcome, Trainer, is_due
+from llmtrain.train.trainer import NoSaver, Outcome, Trainer
 
 LEDGER_UPDATES = 2
 """Updates of each start whose memory is measured."""
@@ -83,7 +84,8 @@ class RunStart:
         self._world = world
         self._clock = clock
         self._log = log
-        self._store = CheckpointStore(folder.checkpoints, composed.config.checkpoint.keep)
+        files = ToldFiles(world.position.tick)
+        self._store = CheckpointStore(folder.checkpoints, composed.config.checkpoint.keep, files)
         self._ledger = StorageLedger(torch.device(plan.device), LEDGER_UPDATES)
         self._tracker_notes: list[str] = []
         self._began = time.monotonic()
@@ -98,7 +100,8 @@ class RunStart:
         engine = build_engine(self._config, plan, self._ledger, world)
         state = self._restore(engine)
         self._enter("replicas")
-        check_replicas(world.collectives, world.meeting, engine.state(), "weights and moments")
+        tick = world.position.tick
+        check_replicas(world.collectives, world.meeting, engine.state(), "weights and moments", tick)
         self._enter("warm-up")
         console.status("measuring the speed of a matrix product")
         peak = peak_flops(torch.device(plan.device), DTYPES[plan.precision.matmul])
@@ -115,7 +118,9 @@ class RunStart:
                 baseline_loss=self._corpus.byte_frequency_loss,
             )
             console.status("first update")
-            self._clock.enter("first update")
+            self._enter("first update")
+            # What has been built up to here would only be built again: from here on there is something to save.
+            self._stop.begin_training()
             outcome = trainer.fit()
         code, reason = ExitCode.DONE, outcome.value
         if outcome is Outcome.SIGNAL and trainer.stopped_by is not None:
@@ -135,11 +140,7 @@ class RunStart:
             return TrainState()
         self._enter("checkpoint")
         self._console.status("loading the checkpoint")
-        # Rank 0 chooses: on a network file system another host may not see the newest one yet.
-        mine = self._store.load() if self._world.is_main else None
-        step = self._world.meeting.share("checkpoint", lambda: mine and mine.step)
-        with self._world.meeting.together("checkpoint"):
-            loaded = self._store.load(step) if mine is None else mine
+        loaded = self._load_together()
         for reason in loaded.skipped:
             self._console.warn(f"checkpoint passed over: {reason}")
         _check_data(loaded, self._corpus)
@@ -148,6 +149,18 @@ class RunStart:
         for change in self._opening.changes:
             self._console.line(f"  changed  {change}")
         return TrainState.from_dict(loaded.state["train"])
+
+    def _load_together(self) -> Loaded:
+        """The newest checkpoint that all ranks find good, read by all at once.
+
+        On a network file system a host may not see the newest one yet, or read it damaged; then an older one is the newest of all.
+        """
+        meeting = self._world.meeting
+        with meeting.together("checkpoint"):
+            loaded = self._store.load()
+        newest_of_all = min(meeting.gather("checkpoint", loaded.step))
+        with meeting.together("checkpoint"):
+            return loaded if loaded.step == newest_of_all else self._store.load(newest_of_all)
 
     def _begin_with_saved_weights(self, engine: NativeEngine) -> None:
         if self._world.is_main:
@@ -171,14 +184,9 @@ class RunStart:
         self._console.card(f"llmtrain train · {path}", rows)
 
     def _unscored_record(self, step: int) -> StepRecord | None:
-        """The record of this step if its evaluation was due and is not in it, because a signal cut it short."""
-        train = self._config.train
-        if not self._world.is_main or step == 0 or not is_due(train.eval_every, step, self._plan.steps):
-            return None
-        if any(change.key == "train.eval_every" for change in self._opening.changes):
-            return None
-        record = record_of_step(self._folder.metrics_file, step)
-        return record if record is not None and record.val_loss is None else None
+        """The record of this step if a signal cut its evaluation short."""
+        record = record_of_step(self._folder.metrics_file, step) if self._world.is_main else None
+        return record if record is not None and record.unscored else None
 
     @contextmanager
     def _opened_sink(self, step: int) -> Iterator[Sink]:

@@ -27,7 +27,8 @@ def stop_signals_raise() -> Iterator[None]:
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise _stopped(signal.Signals(number), "while text was prepared")
+        what = f"stopped by {signal.Signals(number).name} while text was prepared"
+        raise StoppedError(Problem(what, "shards that are finished are kept", "the same command goes on"))
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -84,10 +85,7 @@ class StopSignals:
         if is_second or (number == signal.SIGINT and not self._is_training):
             raise KeyboardInterrupt
         if not self._is_training:
-            raise _stopped(self.received, "before the first update")
-
-
-def _stopped(number: signal.Signals, when: str) -> StoppedError:
-    return StoppedError(
-        Problem(f"stopped by {number.name} {when}", "shards that are finished are kept", "the same command goes on")
-    )
+            rule = "there is nothing to save yet; text that was prepared is kept"
+            raise StoppedError(
+                Problem(f"stopped by {self.received.name} before the first update", rule, "the same command goes on")
+            )

@@ -85,8 +85,11 @@ class Trainer:
         self._reporter = reporter
         self._stop = stop
         self._world = world
-        self._saved_step: int | None = state.step if state.step else None
+        # What a run begins with is a function of its config and needs no save.
+        self._saved_step = state.step
         self._is_unscored = is_unscored
+        self._held: list[Batch] | None = None
+        """The next batch, when it has been read already."""
         self.state = state
         self.stopped_by: signal.Signals | None = None
         """The signal that all ranks agreed to stop for."""
@@ -102,6 +105,8 @@ class Trainer:
         self._world.position.at_step(self.state.step)
         if self._is_unscored:
             self._score_last_step()
+        if self.state.step < self.last_step:
+            self._warm_up()
         self._reporter.start(self.state)
         with _collecting_garbage(self._train.gc_every) as collect:
             while self.state.step < self.last_step and not self._is_unscored:
@@ -121,10 +126,20 @@ class Trainer:
         self._save()
         return self._outcome()
 
+    def _warm_up(self) -> None:
+        """What an engine does once before its first update belongs to none."""
+        self._held = self._next_batch()
+        self._world.position.enter("warm-up")
+        with self._reporter.aside("warming up"):
+            self._engine.warm_up(self._held[0])
+
     def _next_batch(self) -> list[Batch]:
         """This rank's micro-batches of the next update."""
         self._world.position.at_step(self.state.step + 1)
         self._world.position.enter("batch")
+        if self._held is not None:
+            held, self._held = self._held, None
+            return held
         ranges = microbatch_ranges(self._plan.batch, self.state.consumed_samples, data_rank=self._world.rank)
         return [self._corpus.train.batch(part.first, part.count) for part in ranges]
 
@@ -191,7 +206,11 @@ class Trainer:
         self._saved_step = self.state.step
 
     def _is_due(self, every: int) -> bool:
-        return is_due(every, self.state.step, self._plan.steps)
+        """Whether something that happens every so many updates, and after the last of the run, happens now; 0 = never.
+
+        Where this process stops does not matter, so that a run in two parts does what a run in one does.
+        """
+        return every > 0 and (self.state.step % every == 0 or self.state.step == self._plan.steps)
 
     def _outcome(self) -> Outcome:
         if self._is_unscored:
@@ -199,14 +218,6 @@ class Trainer:
         if self.state.step >= self._plan.steps:
             return Outcome.FINISHED
         return Outcome.STOP_AFTER if self.state.step >= self.last_step else Outcome.SIGNAL
-
-
-def is_due(every: int, step: int, last_step: int) -> bool:
-    """Whether something that happens every so many updates, and after the last of the run, happens at this one; 0 = never.
-
-    Where a process stops does not matter, so that a run in two parts does what a run in one does.
-    """
-    return every > 0 and (step % every == 0 or step == last_step)
 
 
 def saved_state(state: TrainState, corpus: Corpus) -> dict[str, Any]:

@@ -58,7 +58,7 @@ MISTAKES = [
     (["run.seed=-1"], ["run.seed=-1", ">= 0 and < 4294967296", "run.seed=0"]),
     (["optimizer.lr=fast"], ["optimizer.lr=fast", "a number > 0", "0.1 or 1e-3"]),
     (["optimizer.lr=nan"], ["optimizer.lr=nan", "a number > 0; finite", "0.1 or 1e-3"]),
-    (["optimizer.beta2=1"], ["optimizer.beta2=1", "a number >= 0 and < 1", "optimizer.beta2=0"]),
+    (["optimizer.beta2=1"], ["optimizer.beta2=1", "a number >= 0 and < 1"]),
     (["train.deterministic=yes"], ["train.deterministic=yes", "true or false", "train.deterministic=true"]),
     (["run.dir=null"], ["run.dir=null", "null means not given", "leave out run.dir"]),
     (["data.packing=concatenate"], ["data.packing=concatenate", "one of concat, document, padded", "data.packing=concat"]),

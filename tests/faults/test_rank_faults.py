@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from helpers.rank_faults import Fault, Slow
+from helpers.rank_faults import Fault, Slow, SlowDigests, SlowDisk
 from helpers.rank_jobs import assert_same_run
 from helpers.runs import run_words, write_text
 
@@ -115,6 +115,21 @@ def test_slow_rank_is_no_fault(ranks, text, runs):
     words = run_words(text, runs, "slow", *WORDS, "launch.timeout_seconds=1")
     told = ranks.launch(words, 2, plants=[Slow(1, 0.7)])
     assert told.code == ExitCode.DONE, told.printed
+
+
+def test_long_save_load_and_comparison_are_no_hang(ranks, calm, text, runs):
+    """Each takes much longer than the limit, but bytes and tensors come along all the time."""
+    words = run_words(text, runs, "long", *WORDS)
+    disk = 125_000
+    for stop, plants in (
+        ("train.stop_after=2", [SlowDisk("write", disk)]),
+        ("train.stop_after=3", [SlowDisk("read", disk)]),
+        ("train.stop_after=5", [SlowDigests(1, 0.07)]),
+    ):
+        told = ranks.launch((*words, "checkpoint.every=0", stop), 2, plants=plants)
+        assert told.code == ExitCode.DONE, told.printed
+        assert told.seconds > 2 * TIMEOUT_SECONDS, "not slow enough to be a test"
+    assert_same_run(runs / "long", calm)
 
 
 @pytest.mark.parametrize("place", ["data", "forward"])

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import time
 
@@ -74,6 +75,24 @@ def assert_stopped(folder, told):
     if step:
         assert saved(folder).step == step
     return step
+
+
+def left_by_starts(folder):
+    """When the status was written, and the records that are there."""
+    status, metrics = folder / "status.json", folder / "metrics.jsonl"
+    return status.stat().st_mtime_ns if status.exists() else None, records(folder) if metrics.exists() else []
+
+
+def assert_right_end(folder, told, before):
+    """How a start ended is kept, once it has begun to write; one that has made no update changes no record. Gives the step, or None."""
+    after = left_by_starts(folder)
+    if after[0] != before[0]:
+        status = json.loads((folder / "status.json").read_text())
+        assert status["code"] == told.code, told.printed
+        if re.fullmatch(r"stopped by SIG\w+", status["reason"]):
+            return assert_stopped(folder, told)
+    assert after[1] == before[1], told.printed
+    return None
 
 
 @pytest.mark.parametrize("number, target, rank, place", AT)
@@ -157,6 +176,7 @@ def test_b55_stop_signals_at_random_moments(ranks, calm, text, runs, moments):
         name = f"random-{moments}-{runs_done}"
         words = run_words(text, runs, name, *WORDS, *LONG)
         while True:
+            before = left_by_starts(runs / name)
             job = ranks.start_launch(words, 2)
             number = generator.choice([TERM, USR1, INT])
             target = generator.choice(["rank0", "rank1", "both", "launcher"])
@@ -173,10 +193,10 @@ def test_b55_stop_signals_at_random_moments(ranks, calm, text, runs, moments):
             is_interrupted = told.code == ExitCode.INTERRUPTED and number == INT
             assert told.code == ExitCode.REQUEUE or is_early or is_interrupted, told.printed
             assert any(hit)
-            stops.append((signal.Signals(number).name, target, told.code))
             seconds.append(time.monotonic() - began)
-            if (runs / name / "status.json").exists() and told.code == ExitCode.REQUEUE:
-                stops[-1] += (assert_stopped(runs / name, told),)
+            stops.append((signal.Signals(number).name, target, told.code, assert_right_end(runs / name, told, before)))
         assert_same_run(runs / name, folder)
         runs_done += 1
-    print(f"{len(stops)} stops in {runs_done} runs, longest {max(seconds):.2f} s from the signal to the end: {stops}")
+    early = sum(step is None for *_, step in stops)
+    print(f"{len(stops)} stops in {runs_done} runs, {early} of them before the training; from the signal to the end at most")
+    print(f"{max(seconds):.2f} s: {stops}")

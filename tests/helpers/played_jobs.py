@@ -66,7 +66,7 @@ class Stage:
         """At each start, the jobs that run, the new one included."""
 
     def __call__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> PlayedJob:
-        parsed = parse_arguments(command[3:])
+        parsed = parse_arguments(command[4:])
         run = compose_config(parsed.words, config_dirs=parsed.config_dirs).config.run
         job = PlayedJob(self, len(self.jobs), Path(run.dir) / str(run.name), log)
         self.jobs.append(job)

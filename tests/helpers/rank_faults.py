@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ class AtPlace:
             return
         from llmtrain.checkpoint.store import CheckpointStore
         from llmtrain.data.loader import TokenLoader, ValidationLoader
+        from llmtrain.metrics.sinks import JsonlSink
+        from llmtrain.metrics.trackers import Trackers
         from llmtrain.model.transformer import Transformer
         from llmtrain.train import build, trainer
         from llmtrain.train.engine_native import NativeEngine
@@ -49,6 +52,8 @@ class AtPlace:
             "backward": [(torch.Tensor, "backward")],
             "evaluate": [(ValidationLoader, "batches")],
             "save": [(CheckpointStore, "save"), (trainer.NoSaver, "save")],
+            "complete": [(JsonlSink, "replace_last")],
+            "track": [(Trackers, "log")],
         }
         fuse = _Fuse(self.act, is_armed=self.step == 0)
         for owner, name in where[self.place]:
@@ -87,8 +92,11 @@ class Fault(AtPlace):
     """A rank raises, refuses with a message, hangs, is stopped or is killed."""
 
     kind: str
+    after: float = field(default=0.0, kw_only=True)
+    """Seconds that the rank is at the place before: longer than a beat, and the others know that it is there."""
 
     def act(self) -> None:
+        time.sleep(self.after)
         planted(self.kind, self.rank)
 
 
@@ -204,3 +212,59 @@ class Slow:
             return plain(engine, *args, **kwargs)
 
         NativeEngine.train_step = train_step  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class SlowDisk:
+    """Checkpoints are written or read at so many bytes a second, in pieces that take a third of a second each."""
+
+    calls: str
+    bytes_per_second: int
+
+    def install(self, rank: int) -> None:
+        from llmtrain.checkpoint import writer
+        from llmtrain.checkpoint.files import Files
+
+        plain_write, plain_read, piece = Files.write, Files.read, self.bytes_per_second // 3
+        writer.FILE_BYTES = piece
+
+        def write(files: Files, descriptor: int, data: memoryview) -> int:
+            taken = plain_write(files, descriptor, data[:piece])
+            time.sleep(taken / self.bytes_per_second)
+            return taken
+
+        def read(files: Files, path: Path) -> bytes:
+            data = plain_read(files, path)
+            time.sleep(len(data) / self.bytes_per_second)
+            return data
+
+        if self.calls == "write":
+            Files.write = write  # type: ignore[method-assign]
+        else:
+            Files.read = read  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class SlowDigests:
+    """Each tensor that is compared with those of other ranks takes so long on one rank."""
+
+    rank: int
+    seconds: float
+
+    def install(self, rank: int) -> None:
+        from llmtrain.train import run_start
+
+        if rank != self.rank:
+            return
+        plain, seconds = run_start.check_replicas, self.seconds
+
+        class SlowTensors(dict[str, torch.Tensor]):
+            def values(self) -> Any:
+                for tensor in super().values():
+                    time.sleep(seconds)
+                    yield tensor
+
+        def check_replicas(collectives: Any, meeting: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
+            plain(collectives, meeting, SlowTensors(tensors), *args, **kwargs)
+
+        run_start.check_replicas = check_replicas  # type: ignore[attr-defined]

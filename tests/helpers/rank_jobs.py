@@ -6,11 +6,12 @@ import hashlib
 import io
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from unittest import mock
 
 from helpers.rank_server import JOB, end_process, name_process
@@ -99,6 +100,17 @@ def train_rank(place: Any, words: tuple[str, ...], plants: Sequence[Plant] = ())
         console.close()
     told.printed = stream.getvalue()
     return told
+
+
+def run_command(place: Any, words: tuple[str, ...], plants: Sequence[Plant] = ()) -> NoReturn:
+    """What `python -m llmtrain WORDS` does where a script, torchrun or srun starts it, to the end of its interpreter."""
+    from llmtrain.cli.dispatch import dispatch
+    from llmtrain.metrics import throughput
+
+    throughput.MEASURE_SECONDS = 0.0
+    for plant in plants:
+        plant.install(place.rank)
+    sys.exit(dispatch(words))
 
 
 def launch_job(place: Any, words: tuple[str, ...], size: int, plants: Sequence[Plant]) -> int:

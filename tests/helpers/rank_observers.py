@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -23,6 +24,7 @@ from helpers.rank_faults import AtPlace
 from helpers.rank_jobs import train_rank
 from helpers.ranks import RankPool
 from helpers.runs import run_words
+from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.cli import sweep
 from llmtrain.cli.dispatch import dispatch
@@ -32,6 +34,7 @@ from llmtrain.data.corpus import build_corpus
 from llmtrain.dist.collectives import GroupCollectives
 from llmtrain.dist.position import Position
 from llmtrain.metrics.memory import NoLedger
+from llmtrain.parallel import data
 from llmtrain.plan.make_plan import make_plan
 from llmtrain.train import engine_native
 from llmtrain.train.assemble import build_engine
@@ -59,7 +62,8 @@ def degrees(place: Place, *words: str) -> Any:
 
 
 def buckets(place: Place, *words: str) -> Any:
-    """How gradients travel: of each call its size, its dtype and how many gradients were there by then; and where gradients lie.
+    """How gradients travel: of each call its size, its dtype and how many gradients were there by then; where gradients lie; and
+    whether torch is told that the graph never changes.
 
     On a group of one rank, which cuts and sends buckets as a larger one does.
     """
@@ -69,6 +73,7 @@ def buckets(place: Place, *words: str) -> Any:
     sent: list[Any] = []
     homes: list[int] = []
     made: list[int] = []
+    told: dict[str, Any] = {}
     plain_send, plain_norm = GroupCollectives.average_bucket, engine_native.global_norm
 
     def send(self: GroupCollectives, tensor: torch.Tensor, finish: Any) -> Any:
@@ -80,17 +85,24 @@ def buckets(place: Place, *words: str) -> Any:
         sent.append("update")
         return plain_norm(gradients)
 
+    def wrapped(module: Any, **options: Any) -> Any:
+        told.update(options)
+        return DistributedDataParallel(module, **options)
+
     with one_rank_group() as collectives, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "DistributedDataParallel", functools.wraps(DistributedDataParallel)(wrapped))
         patch.setattr(GroupCollectives, "average_bucket", send)
         patch.setattr(engine_native, "global_norm", norm)
         world: Any = SimpleNamespace(collectives=collectives, position=Position())
         engine = build_engine(config, plan, NoLedger(), world)
         for parameter in engine.model.parameters():
             parameter.register_hook(lambda gradient: made.append(gradient.numel()))
+        engine.warm_up(corpus.train.batch(0, 2))
+        sent.clear()
         for number in (1, 2):
             made.clear()
             update(engine, corpus, plan, number)
-    return sent, homes
+    return sent, homes, told["static_graph"]
 
 
 @contextlib.contextmanager

@@ -51,6 +51,8 @@ class Request:
     """Seconds that the others may take once a rank has failed."""
     settle: float
     """Seconds that processes started by ranks may live on after these."""
+    launched: bool = True
+    """Whether ranks find what the launcher of llmtrain gives; else only what any script gives that starts ranks."""
     environ: dict[str, str | None] = field(default_factory=dict)
     """Set in every rank after the launch variables; None takes a variable away."""
 
@@ -108,7 +110,7 @@ def _import_what_ranks_need() -> None:
 
 def _carry_out(request: Request, line: Connection) -> Ended:
     began = time.monotonic()
-    listener = socket.create_server(("127.0.0.1", 0)) if request.size > 1 else None
+    listener = socket.create_server(("127.0.0.1", 0)) if request.size > 1 and request.launched else None
     children = {}
     for rank in range(request.size):
         child = os.fork()
@@ -236,7 +238,11 @@ def _command(pid: int) -> str:
 
 
 def _run_rank(request: Request, rank: int, listener: socket.socket | None) -> NoReturn:
-    """What a forked rank does; never returns into the loop of the server."""
+    """What a forked rank does; never returns into the loop of the server.
+
+    Raises:
+        SystemExit: from the function, for the interpreter to end with as that of a program does.
+    """
     code = 1
     try:
         die_with_parent(signal.SIGKILL)
@@ -251,15 +257,18 @@ def _run_rank(request: Request, rank: int, listener: socket.socket | None) -> No
             value = load_function(request)(place, *pickle.loads(request.args))
             content = pickle.dumps(("value", value))
             code = 0
+        except SystemExit:
+            raise
         except BaseException:
             content = pickle.dumps(("error", traceback.format_exc()))
         path = request.folder / f"{name}.result"
         path.with_suffix(".part").write_bytes(content)
         path.with_suffix(".part").rename(path)
+    except SystemExit:
+        raise
     except BaseException:
         traceback.print_exc()
-    finally:
-        end_process(code)
+    end_process(code)
 
 
 def process_name(name: str, number: int) -> str:
@@ -298,18 +307,21 @@ def name_process(folder: Path, name: str) -> None:
 
 
 def _set_environment(request: Request, rank: int, listener: socket.socket | None) -> None:
-    """The variables that the launcher of llmtrain sets; none for a single process."""
-    if listener is not None:
-        reports = request.folder / "reports"
-        reports.mkdir(exist_ok=True)
+    """The variables that say which rank this is, and those of the launcher of llmtrain; none for a single process."""
+    if request.size > 1:
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(request.size),
             "LOCAL_WORLD_SIZE": str(request.size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(listener.getsockname()[1]),
             "GLOO_SOCKET_IFNAME": "lo",
+        }
+    if listener is not None:
+        reports = request.folder / "reports"
+        reports.mkdir(exist_ok=True)
+        os.environ |= {
+            "MASTER_PORT": str(listener.getsockname()[1]),
             "LLMTRAIN_RUN_ID": request.folder.name,
             "LLMTRAIN_LAUNCHER": str(os.getppid()),
             "LLMTRAIN_REPORTS": str(reports),

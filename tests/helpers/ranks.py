@@ -218,8 +218,14 @@ class RankPool:
         settle: float = 1.0,
         environ: Mapping[str, str | None] | None = None,
         name: str = "rank",
+        launched: bool = True,
     ) -> Job:
-        """As `run`, without waiting; `finish` has to be called. Processes that ranks have started may live on for `settle` seconds."""
+        """As `run`, without waiting; `finish` has to be called.
+
+        Args:
+            settle: seconds that processes which ranks have started may live on.
+            launched: ranks find what the launcher of llmtrain gives; else only what any script gives, and `environ` has MASTER_PORT.
+        """
         assert not self._busy, "one job at a time"
         line = self._open_line()
         assert self._folder is not None
@@ -237,6 +243,7 @@ class RankPool:
             timeout=timeout,
             grace=grace,
             settle=settle,
+            launched=launched,
             environ=dict(environ or {}),
         )
         line.send(request)

@@ -45,7 +45,7 @@ def start(
     folder.create()
     opening = decide(folder, config)
     folder.record_start(
-        config, ["model=tiny"], plan_of(config), describe_environment(plan_of(config), "test", ["here"]), opening
+        config, ["model=tiny"], plan_of(config), describe_environment(plan_of(config), "test", [("here", 1)]), opening
     )
     for number in saved:
         CheckpointStore(folder.checkpoints, 99, folder.files).save(number, {"w": torch.zeros(1)}, {})

@@ -43,6 +43,7 @@ class WatchedRank:
         self.position = Position()
         self.board = FailureBoard(self.store)
         values: dict[str, object] = {"timeout_seconds": SHORT_TIMEOUT, "store_rank": 0 if listener is not None else None}
+        values["on_verdict"] = self.end_because
         self.watch = Watch(
             store=own_line,
             rank=rank,
@@ -51,14 +52,13 @@ class WatchedRank:
             position=self.position,
             board=self.board,
             stop_received=lambda: self.signals[-1] if self.signals else None,
-            on_verdict=self.end_because,
             **(values | options),  # type: ignore[arg-type]
         )
         self.watch.start()
 
     def end_because(self, failure: Failure) -> NoReturn:
         self.leave("verdict", failure.to_dict())
-        os._exit(71)
+        os._exit(failure.code)
 
     def wait_for(self, name: str, ranks: Iterable[int]) -> None:
         """Until other ranks have left something of this name."""

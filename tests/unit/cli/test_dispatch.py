@@ -15,6 +15,7 @@ from llmtrain import __version__
 from llmtrain.cli import dispatch as dispatch_module
 from llmtrain.cli.dispatch import dispatch
 from llmtrain.config import errors
+from llmtrain.dist.failure import mark_told
 
 
 def verb_that(monkeypatch: pytest.MonkeyPatch, behave: Callable[[], int]) -> None:
@@ -66,6 +67,19 @@ def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, ca
     assert dispatch(["train"]) == 70
     err = capsys.readouterr().err
     assert "Traceback" in err and "KeyError: 'lost'" in err and "a fault of llmtrain" in err
+    assert __version__ in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyError("lost"), 70), (errors.DataError("no text"), 65), (KeyboardInterrupt(), 130)]
+)
+def test_what_a_rank_has_told_is_not_told_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+) -> None:
+    mark_told(error)
+    verb_that(monkeypatch, raising(error))
+    assert dispatch(["train"]) == code
+    assert capsys.readouterr() == ("", "")
 
 
 def test_interrupt_outside_the_loop(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ def test_report_covers_every_group_option_and_word(capsys: pytest.CaptureFixture
     report = json.loads(capsys.readouterr().out)
     assert set(report["versions"]) == {"python", *PACKAGES}
     assert report["machine"]["device"] in ("cpu", "cuda", "mps") and report["machine"]["cores"] >= 1
+    assert report["machine"]["host_memory_bytes"] > 2**26 and not any("limits" in name for name in report["machine"])
     for group in GROUPS:
         info = choice_key(group)
         words = {*info.choices, *info.later} if info else set()

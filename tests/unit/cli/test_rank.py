@@ -155,14 +155,19 @@ def test_signals_held_back_while_it_starts_arrive(tmp_path: Path) -> None:
 
 
 def test_a_signal_after_the_end_changes_nothing(tmp_path: Path) -> None:
-    late = "import atexit\natexit.register(lambda: [os.kill(os.getpid(), n) for n in (1, 2, 10, 15)])\nreturn 75"
+    late = "end = os._exit\ndef late(code):\n    [os.kill(os.getpid(), n) for n in (1, 2, 10, 15)]\n    end(code)\nos._exit = late\nreturn 75"
     assert run_main(tmp_path, late).returncode == 75
 
 
-def test_what_broke_cannot_keep_a_failed_rank_alive(tmp_path: Path) -> None:
-    stuck = "import threading\nthreading.Thread(target=lambda: time.sleep(600)).start()\nprint('said')\nraise ValueError"
-    done = run_main(tmp_path, stuck)
-    assert done.returncode == ExitCode.FAULT and done.stdout == "said\n"
+STUCK = "import threading\nthreading.Thread(target=lambda: time.sleep(600)).start()\nprint('said')\n"
+
+
+@pytest.mark.parametrize(
+    "end, code", [("raise ValueError", ExitCode.FAULT), ("return 0", ExitCode.DONE), ("return 75", ExitCode.REQUEUE)]
+)
+def test_a_thread_that_does_not_end_cannot_keep_a_rank_alive(tmp_path: Path, end: str, code: ExitCode) -> None:
+    done = run_main(tmp_path, STUCK + end)
+    assert done.returncode == code and done.stdout == "said\n"
 
 
 def test_a_crash_of_native_code_leaves_a_stack(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from helpers.played_jobs import Stage
 from helpers.scripts import ROOT
 
@@ -20,10 +19,11 @@ from llmtrain.cli import sweep_share, train
 from llmtrain.cli.arguments import Arguments, parse_arguments
 from llmtrain.cli.dispatch import dispatch
 from llmtrain.cli.request import compose
-from llmtrain.cli.sweep_layout import job_suffix, lay_out, quoted
+from llmtrain.cli.sweep_layout import job_suffix, lay_out, own_command, quoted
 from llmtrain.config.compose import compose_config
 from llmtrain.config.errors import ConfigError
 from llmtrain.dist.devices import available_cores
+from llmtrain.dist.world import read_launch
 from llmtrain.train.run_lock import RunLock
 
 GRID = ["-m", "+precision=fp32,bf16", "optimizer.lr=0.001,0.01", "run.name=grid"]
@@ -55,20 +55,20 @@ def test_jobs_are_every_combination_in_folders_of_their_own() -> None:
     )
     for index, name in enumerate(sweep.names):
         command = sweep.command(index)
-        assert command[:4] == [sys.executable, "-m", "llmtrain", "train"]
-        parsed = parse_arguments(command[3:])
+        assert command[:4] == [*own_command(), "train"][:4] and command[4] == "train"
+        parsed = parse_arguments(command[4:])
         assert parsed.config_name == "train" and not parsed.multirun
         run = compose_config(parsed.words).config.run
         assert (Path(run.dir), run.name) == (sweep.folder, name)
         assert [word for word in parsed.words if word.startswith("run.name")] == [f"run.name={name}"]
-    assert compose_config(parse_arguments(sweep.command(3)[3:]).words).config.optimizer.lr == 0.01
+    assert compose_config(parse_arguments(sweep.command(3)[4:]).words).config.optimizer.lr == 0.01
 
 
 def test_own_config_folders_reach_the_jobs(tmp_path: Path) -> None:
     (tmp_path / "mine" / "optimizer").mkdir(parents=True)
     (tmp_path / "mine" / "optimizer" / "slow.yaml").write_text("# saves nothing\nlr: 1e-5\n")
     sweep = lay_out(parse_arguments(["-m", "--config-dir", "mine", "optimizer=slow", "run.seed=1,2"]))
-    parsed = parse_arguments(sweep.command(0)[3:])
+    parsed = parse_arguments(sweep.command(0)[4:])
     assert compose_config(parsed.words, config_dirs=parsed.config_dirs).config.optimizer.lr == 1e-5
     assert sweep.folder.parent == Path("runs") and "-sweep-" in sweep.folder.name
 
@@ -196,13 +196,18 @@ def test_b56_the_keys_of_a_sweep_are_refused_without_one(argv: list[str], capsys
 def test_jobs_at_the_same_time_share_the_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     stage = Stage([0] * 4, num_polls=[3] * 4)
     monkeypatch.setattr(sweep_module, "start_process", stage)
-    monkeypatch.setattr(sweep_share, "ask_host", lambda environ: sweep_share.Host(12, ("4", "5", "6", "7")))
+    monkeypatch.setattr(sweep_share, "ask_host", lambda environ: sweep_share.Host(12, 9000, ("4", "5", "6", "7")))
     assert dispatch([*GRID, "sweep.jobs=2", "launch.nproc=2"]) == 0
-    assert [command[-1] for command in stage.commands] == ["launch.threads=3"] * 4
+    places = [read_launch(environment, 2) for environment in stage.environments]
+    assert {(place.host_jobs, place.host_memory) for place in places} == {(2, 4500)}
+    assert not any("launch.threads" in word for command in stage.commands for word in command)
     assert {environment["CUDA_VISIBLE_DEVICES"] for environment in stage.environments} == {"4,5", "6,7"}
     assert "4 jobs, 2 at a time" in capsys.readouterr().out
     assert dispatch([*GRID[:-1], "run.name=wide", "sweep.jobs=3", "launch.nproc=2"]) == 2
     assert "try   sweep.jobs=2, or launch.device=cpu" in capsys.readouterr().err and not Path("runs/wide").exists()
+    assert dispatch([*GRID[:-1], "run.name=many", "sweep.jobs=2", "launch.threads=7"]) == 2
+    told = capsys.readouterr().err
+    assert "12 cores of this host for 2 jobs of 1 rank of 7 threads = 14" in told and not Path("runs/many").exists()
 
 
 @pytest.mark.parametrize(("codes", "code"), [([0, 0, 0, 0], 0), ([0, 1, 0, 0], 1)])
@@ -303,8 +308,8 @@ def test_four_jobs_two_at_a_time_of_which_one_fails(tmp_path: Path) -> None:
     ]
     assert [row["exit_code"] for row in rows] == ["0", "2", "0", "2"] and "15" in rows[1]["reason"]
     assert all(float(row["val_loss"]) > 0 for row in rows[::2])
-    config = yaml.safe_load((tmp_path / "runs/grid/0-optimizer.lr-1e-3-model.dim-16/config.yaml").read_text())
-    assert config["launch"]["threads"] == max(1, available_cores() // 2)
+    plan = json.loads((tmp_path / "runs/grid/0-optimizer.lr-1e-3-model.dim-16/plan.json").read_text())
+    assert plan["threads"] == max(1, available_cores() // 2)
     log = tmp_path / "runs/grid/logs/0-optimizer.lr-1e-3-model.dim-16.log"
     printed = log.read_text()
     again = llmtrain(*words)

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ from llmtrain.cli.arguments import parse_arguments
 from llmtrain.cli.sweep_jobs import Process, run_jobs, start_process
 from llmtrain.cli.sweep_layout import Sweep, lay_out
 from llmtrain.cli.sweep_progress import PlainProgress
-from llmtrain.cli.sweep_share import Share, WholeMachine
+from llmtrain.cli.sweep_share import WholeMachine
 from llmtrain.cli.sweep_table import JobResult, table
 from llmtrain.config.errors import StorageError
 from llmtrain.train.signals import STOP_SIGNALS
@@ -90,9 +91,9 @@ class Slots:
     def __init__(self) -> None:
         self.given: list[tuple[int, int]] = []
 
-    def share(self, index: int, slot: int) -> Share:
+    def environment(self, index: int, slot: int) -> dict[str, str]:
         self.given.append((index, slot))
-        return Share((f"launch.threads={slot + 1}",), {"SLOT": str(slot)})
+        return {"SLOT": str(slot)}
 
 
 @pytest.mark.usefixtures("quick")
@@ -101,7 +102,6 @@ def test_a_job_gets_the_share_of_a_slot_nobody_has() -> None:
     run_jobs(grid("sweep.jobs=2"), slots, stage, PlainProgress(io.StringIO()))
     assert slots.given == [(0, 0), (1, 1), (2, 0), (3, 0)]
     assert [environment["SLOT"] for environment in stage.environments] == ["0", "1", "0", "0"]
-    assert [command[-1] for command in stage.commands] == [f"launch.threads={number}" for number in (1, 2, 1, 1)]
 
 
 @pytest.mark.usefixtures("quick")
@@ -307,3 +307,28 @@ def test_a_signal_between_two_jobs_stops_the_sweep() -> None:
     stage = Struck([0] * 4, [1.0, 2.0, 3.0, 4.0])
     results, stopped, _ = played(grid(), stage)
     assert stopped and len(results) == len(stage.jobs) == 1 and not stage.jobs[0].signals
+
+
+def test_a_job_is_told_to_stop_when_its_sweep_is_killed(tmp_path):
+    """Whatever ends the sweep; the job saves and ends, as on any other SIGTERM."""
+    told = tmp_path / "told"
+    job = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (open(sys.argv[1], 'w').close(), sys.exit()));"
+        "open(sys.argv[1] + '.ready', 'w').close(); time.sleep(60)"
+    )
+    sweep = (
+        "import sys; from pathlib import Path; from llmtrain.cli.sweep_jobs import start_process;"
+        "start_process([sys.executable, '-c', sys.argv[1], sys.argv[2]], Path(sys.argv[2] + '.log'), {}).wait()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", sweep, job, str(told)])
+    until(lambda: told.with_name("told.ready").exists())
+    process.kill()
+    process.wait()
+    until(told.exists)
+
+
+def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.02)

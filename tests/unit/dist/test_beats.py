@@ -6,29 +6,10 @@ import os
 
 import pytest
 import torch.distributed as dist
+from helpers.played_time import Time
 
-from llmtrain.dist import beats as beats_module
-from llmtrain.dist.beats import Beats, Clock, StoreLine
+from llmtrain.dist.beats import Beats, StoreLine
 from llmtrain.dist.position import Position, Snapshot
-
-
-class Time:
-    """A clock that the test moves, in steps that a process that runs would see."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seconds = 1000.0
-        self.clocks: list[Clock] = []
-        monkeypatch.setattr(beats_module.time, "monotonic", lambda: self.seconds)
-
-    def clock(self) -> Clock:
-        self.clocks.append(Clock())
-        return self.clocks[-1]
-
-    def passes(self, seconds: float) -> None:
-        for _ in range(round(seconds / 0.5)):
-            self.seconds += 0.5
-            for clock in self.clocks:
-                clock.now()
 
 
 @pytest.fixture
@@ -78,13 +59,15 @@ def test_silence_counts_from_the_last_beat_that_was_seen(time: Time) -> None:
     reader.read([0])
     assert reader.silent_seconds(0) == 0.0, "an old beat is new to who reads it first"
     time.passes(3.0)
+    reader.read([0])
     assert not reader.is_silent(0)
     time.passes(0.5)
     reader.read([0])
     assert reader.is_silent(0)
     told.publish()
     reader.read([0])
-    assert not reader.is_silent(0)
+    time.passes(100.0)
+    assert not reader.is_silent(0), "nobody has looked since"
 
 
 def test_a_rank_that_has_not_come_is_silent_only_to_who_has_looked_for_it(time: Time) -> None:
@@ -94,6 +77,8 @@ def test_a_rank_that_has_not_come_is_silent_only_to_who_has_looked_for_it(time: 
     reader.read([2])
     assert not reader.is_silent(2)
     time.passes(4.0)
+    assert not reader.is_silent(2), "nobody has looked again"
+    reader.read([2])
     assert reader.is_silent(2) and reader.still_seconds(2) == 4.0
     assert not reader.is_silent(1), "oneself"
 
@@ -108,6 +93,7 @@ def test_standing_still_is_told_by_the_rank_itself_and_goes_on_while_it_is_silen
     reader.read([0])
     assert reader.still_seconds(0) == 20.0
     time.passes(5.0)
+    reader.read([0])
     assert reader.still_seconds(0) == 25.0
     position.tick()
     told.look_at_self()
@@ -126,6 +112,62 @@ def test_a_rank_that_has_left_is_not_silent_and_no_longer_here(time: Time) -> No
     time.passes(100.0)
     assert reader.has_left(0) and not reader.is_silent(0)
     assert reader.here() == [1, 2]
+
+
+def test_a_beat_is_later_than_the_look_that_did_not_find_it(time: Time) -> None:
+    told, reader, _ = _pair(time)
+    told.publish()
+    time.passes(1.0)
+    reader.read([0])
+    assert reader.unseen_since(999.0) == [0, 2], "it may be old"
+    time.passes(1.0)
+    told.publish()
+    time.passes(1.0)
+    moment = time.seconds
+    reader.read([0])
+    assert reader.unseen_since(moment) == [0, 2], "read after the moment, but told before"
+    time.passes(1.0)
+    told.publish()
+    reader.read([0])
+    assert reader.unseen_since(moment) == [2]
+    told.publish(has_left=True)
+    reader.read([0])
+    assert reader.unseen_since(time.seconds) == [2]
+
+
+class _Counted(dist.HashStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def check(self, keys: list[str]) -> bool:
+        self.calls.append(f"check {len(keys)}")
+        return super().check(keys)
+
+    def get(self, key: str) -> bytes:
+        self.calls.append("get")
+        return super().get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.calls.append(f"get {len(keys)}")
+        return super().multi_get(keys)
+
+
+def test_all_records_are_read_in_one_call(time: Time) -> None:
+    store = _Counted()
+    ranks = []
+    for rank in range(6):
+        clock = time.clock()
+        ranks.append(Beats(StoreLine(store, clock), clock, rank=rank, size=6, host="", position=Position()))
+    for rank in ranks[:5]:
+        rank.publish()
+    ranks[0].read(range(6))
+    assert store.calls == ["check 5", *["check 1"] * 5, "get 4"]
+    ranks[5].publish()
+    ranks[0].read(range(6))
+    store.calls.clear()
+    ranks[0].read(range(6))
+    assert store.calls == ["get 5"] and sorted(ranks[0].known) == [1, 2, 3, 4, 5]
 
 
 class _BrokenStore:

@@ -13,6 +13,7 @@ from llmtrain.config.errors import ConfigError, ExitCode, PlanError
 from llmtrain.dist import devices
 from llmtrain.dist.runtime import configure_process
 from llmtrain.dist.world import LaunchFacts
+from llmtrain.plan.plan import HostLimit
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -26,7 +27,7 @@ def test_cpu_by_name_and_by_auto_without_cuda(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(devices, "cuda_missing_reason", lambda: "no CUDA here")
     facts = devices.detect_devices("auto")
     assert (facts.device, facts.reason, facts.num_devices) == ("cpu", "auto: no CUDA here", 1)
-    assert facts.memory_bytes > 2**20 and facts.cores >= 1 and facts.name
+    assert facts.memory_bytes is None and facts.name, "a cpu has the memory of the host"
 
 
 def test_cuda_that_is_not_there_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,12 +109,8 @@ def test_a_rank_that_slurm_shows_one_device_uses_it(two_gpus: None, monkeypatch:
         devices.detect_devices("auto", on_host(3, 4, "WORLD_SIZE"))
 
 
-def test_ranks_on_a_cpu_share_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "host_memory_bytes", lambda: 9000)
-    monkeypatch.setattr(devices, "available_cores", lambda: 12)
-    alone, three = devices.detect_devices("cpu"), devices.detect_devices("cpu", on_host(1, 3, nodes=2))
-    assert (alone.memory_bytes, three.memory_bytes) == (9000, 3000)
-    assert (alone.cores, three.cores) == (12, 12), "the plan divides cores, and says by what"
+def test_ranks_may_share_a_cpu() -> None:
+    three = devices.detect_devices("cpu", on_host(1, 3, nodes=2))
     assert (three.index, three.unit, three.bf16) == (0, "", True)
 
 
@@ -213,6 +210,11 @@ def test_other_systems_have_no_cpuinfo(tmp_path: Path) -> None:
     assert devices.cpu_name(tmp_path / "none") == "cpu"
 
 
+def name(root: Path, file: str) -> str:
+    """Of the control group that a file belongs to."""
+    return f"cgroup {os.stat((root / file).parent).st_ino}"
+
+
 @pytest.fixture
 def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
@@ -232,6 +234,9 @@ def test_cores_are_cut_to_the_quota(tmp_path: Path, many_cores: None, file: str,
     write(tmp_path, "sys/fs/cgroup/job/cgroup.procs", "")
     write(tmp_path, file, text)
     assert devices.available_cores(tmp_path) == cores
+    affinity, *quotas = devices.core_limits(tmp_path)
+    assert affinity == HostLimit(16, "cpus", 0xFFFF)
+    assert quotas == ([HostLimit(cores, name(tmp_path, file))] if cores < 16 else [])
 
 
 def test_cores_under_version_one_quota(tmp_path: Path, many_cores: None) -> None:
@@ -244,16 +249,39 @@ def test_cores_under_version_one_quota(tmp_path: Path, many_cores: None) -> None
 
 
 def test_memory_is_what_host_and_container_leave(tmp_path: Path) -> None:
+    host = HostLimit(32000 * 1024, "host")
     write(tmp_path, "proc/meminfo", "MemTotal: 64000 kB\nMemAvailable:   32000 kB\n")
-    assert devices.host_memory_bytes(tmp_path) == 32000 * 1024
+    assert devices.memory_limits(root=tmp_path) == (host,)
+    assert devices.memory_limits(7000, tmp_path) == (host, HostLimit(7000, "job"))
     write(tmp_path, "proc/self/cgroup", "0::/job\n")
     write(tmp_path, "sys/fs/cgroup/job/memory.max", "max")
     write(tmp_path, "sys/fs/cgroup/job/memory.current", "5000")
-    assert devices.host_memory_bytes(tmp_path) == 32000 * 1024
+    assert devices.memory_limits(root=tmp_path) == (host,)
     write(tmp_path, "sys/fs/cgroup/job/memory.max", "1000000")
     write(tmp_path, "sys/fs/cgroup/job/memory.current", "400000")
     write(tmp_path, "sys/fs/cgroup/job/memory.stat", "anon 100000\ninactive_file 300000\n")
-    assert devices.host_memory_bytes(tmp_path) == 900000
+    own = HostLimit(900000, name(tmp_path, "sys/fs/cgroup/job/memory.max"))
+    assert devices.memory_limits(root=tmp_path) == (host, own)
     write(tmp_path, "sys/fs/cgroup/memory.max", "500000")
     write(tmp_path, "sys/fs/cgroup/memory.current", "450000")
-    assert devices.host_memory_bytes(tmp_path) == 50000
+    parent = HostLimit(50000, name(tmp_path, "sys/fs/cgroup/memory.max"))
+    assert devices.memory_limits(root=tmp_path) == (host, own, parent)
+    assert devices.smallest((host, own, parent)) == 50000
+
+
+def test_a_control_group_has_one_name_whatever_its_path(tmp_path: Path, many_cores: None) -> None:
+    """A container sees its own group as the root of the mount, the host sees it below."""
+    write(tmp_path, "host/proc/self/cgroup", "0::/pod/task\n")
+    write(tmp_path, "host/sys/fs/cgroup/pod/task/cpu.max", "400000 100000")
+    write(tmp_path, "container/proc/self/cgroup", "0::/\n")
+    (tmp_path / "container/sys/fs").mkdir(parents=True)
+    (tmp_path / "container/sys/fs/cgroup").symlink_to(tmp_path / "host/sys/fs/cgroup/pod/task")
+    inside, outside = (devices.core_limits(tmp_path / side) for side in ("container", "host"))
+    assert inside == outside and inside[1].amount == 4
+
+
+def test_a_host_goes_by_its_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices.socket, "gethostname", lambda: "node7")
+    assert devices.host_name(tmp_path) == "node7"
+    write(tmp_path, "proc/sys/kernel/random/boot_id", "80375ef1-da88\n")
+    assert devices.host_name(tmp_path) == "80375ef1-da88"

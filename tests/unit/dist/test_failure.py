@@ -1,4 +1,4 @@
-"""Failures: which errors are a peer's doing, which failure of several is kept and by whom it is read, and how it is shown."""
+"""Failures: which errors are a peer's doing, which failure of several is kept and by whom it is read, and what is said in a line."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from llmtrain.config.errors import DataError, ExitCode, Problem
 from llmtrain.dist.failure import (
     FAILURE_KEY,
     Failure,
     FailureBoard,
     describe_ranks,
-    failure_screen,
+    failure_file,
     headline,
     is_peer_trouble,
-    read_reports,
+    is_told,
+    mark_told,
+    reason,
+    reason_of_run,
 )
-from llmtrain.dist.position import Snapshot
+from llmtrain.dist.position import Position, Snapshot
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -259,12 +263,38 @@ def test_reports_are_whole_and_of_each_rank_its_first(tmp_path: Path) -> None:
     assert board.post(_failure(1, text="the first"))
     board.post(_failure(1, text="the second"))
     assert not board.post(_failure(0))
-    (tmp_path / "rank5.json").write_text('{"rank": 5')
-    (tmp_path / "rank6.json").write_text("[]")
-    assert [failure for _, failure in read_reports(tmp_path)] == [_failure(0), _failure(1, text="the first")]
-    assert all(abs(changed_at - time.time()) < 100 for changed_at, _ in read_reports(tmp_path))
+    kept = [Failure.from_dict(json.loads(failure_file(tmp_path, rank).read_bytes())) for rank in (0, 1)]
+    assert kept == [_failure(0), _failure(1, text="the first")]
     assert board.first() == _failure(1, text="the first")
-    assert not list(tmp_path.glob("*.part"))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["first.json", "rank0.json", "rank1.json"]
+
+
+def test_the_first_report_stays_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*paths: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    boards = [FailureBoard(None, tmp_path) for _ in range(2)]
+    assert boards[1].post(_failure(1)) and not boards[0].post(_failure(0))
+    assert [board.first() for board in boards] == [_failure(1)] * 2
+
+
+def test_a_torn_report_is_read_once_it_is_whole(tmp_path: Path) -> None:
+    text = json.dumps(CRASH.to_dict())
+    (tmp_path / "first.json").write_text(text[:40])
+    board = FailureBoard(None, tmp_path)
+    assert board.first() is None
+    (tmp_path / "first.json").write_text(text)
+    assert board.first() == CRASH
+
+
+def test_a_failure_that_was_read_outlives_the_store() -> None:
+    store = dist.HashStore()
+    board = FailureBoard(store)
+    board.post(CRASH)
+    assert board.first() == CRASH
+    store.delete_key(FAILURE_KEY)
+    assert board.first() == CRASH
 
 
 def test_a_folder_that_is_gone_is_no_failure_of_its_own(tmp_path: Path) -> None:
@@ -284,61 +314,57 @@ def test_torchrun_reads_the_cause_and_prefers_it_to_a_victim(tmp_path: Path) -> 
     assert cause.message["message"] == headline(CRASH)  # type: ignore[index]
 
 
-# The screen.
+# One error.
 
 
-def _screen(failure: Failure, **others: Any) -> str:
-    values = {"num_ranks": 2, "seconds": 12.3, "log": None, "resume": None} | others
-    return failure_screen(failure, **values)
-
-
-def test_the_screen_of_a_crash_has_all_of_it() -> None:
-    assert _screen(CRASH, log=Path("runs/x/logs/rank1.log"), resume="llmtrain run.name=x") == (
-        "rank 1 of 2 (host node, pid 77) raised an exception in phase backward of step 7, micro-batch 2, 12 s after the start\n"
-        "\n"
-        "Traceback …\nRuntimeError: shapes\n"
-        "\n"
-        "log    runs/x/logs/rank1.log\n"
-        "go on  llmtrain run.name=x"
+def test_a_failure_of_an_error() -> None:
+    position = Position()
+    position.at_step(4)
+    position.enter("save")
+    try:
+        1 // 0  # noqa: B018
+    except ZeroDivisionError as error:
+        crash = Failure.of(error, 3, position.snapshot())
+    assert (crash.rank, crash.reporter, crash.pid, crash.host) == (3, 3, os.getpid(), socket.gethostname())
+    assert (crash.phase, crash.step, crash.kind, crash.code) == ("save", 4, "crash", ExitCode.FAULT)
+    assert crash.text.startswith("Traceback") and "1 // 0" in crash.text and not crash.text.endswith("\n")
+    message = Failure.of(DataError(Problem("no text", "a rule")), 0, position.snapshot())
+    assert (message.kind, message.code, message.text) == ("error", ExitCode.DATA, "error: no text\n  rule  a rule")
+    interruption = Failure.of(KeyboardInterrupt(), 0, position.snapshot())
+    assert (interruption.kind, interruption.text, interruption.is_stop, message.is_stop) == (
+        "error",
+        "interrupted",
+        True,
+        False,
     )
 
 
-def test_the_first_line_says_what_happened_where() -> None:
-    for others, words in [
-        ({"kind": "error", "phase": "data", "step": 0}, "failed in phase data, before step 1, 12 s after the start"),
-        ({"kind": "lost", "phase": "optimizer"}, "vanished in phase optimizer of step 7, 12 s after"),
-        ({"kind": "lost", "signal": 9}, "was killed by SIGKILL in phase backward of step 7, micro-batch 2,"),
-        ({"kind": "lost", "signal": 999}, "was killed by signal 999 in"),
-        ({"kind": "hang", "phase": "save"}, "stands still in phase save of step 7,"),
-    ]:
-        assert words in _screen(_failure(1, **others)).splitlines()[0]
+def test_an_error_is_marked_as_told() -> None:
+    for error in (RuntimeError(), KeyboardInterrupt(), DataError("no text")):
+        assert not is_told(error)
+        mark_told(error)
+        assert is_told(error)
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(119.4, "119 s"), (125.0, "2 min 5 s"), (7384.0, "2 h 3 min")])
-def test_the_age_of_the_run(seconds: float, words: str) -> None:
-    assert f", {words} after the start" in _screen(_failure(1, phase="save"), seconds=seconds)
+TRACEBACK = "Traceback (most recent call last):"
 
 
-def test_sigkill_comes_with_a_hint_and_our_own_words_fit() -> None:
-    screen = _screen(_failure(1, kind="lost", signal=9, text="", host="node-" + "x" * 60))
-    assert "When memory is short the kernel kills" in screen
-    assert max(map(len, screen.splitlines())) <= 120
-    assert "\xa0" not in screen
-    assert "hint" not in _screen(CRASH)
-
-
-def _stack(*names: str) -> str:
-    return "\n".join(f'  File "/x/{name}.py", line 1, in {name}\n    {name}()' for name in names)
-
-
-def test_of_a_hang_the_rank_behind_comes_whole_and_the_others_short_and_together() -> None:
-    waiting, working = _stack("main", "train", "step", "sum", "all_reduce"), _stack("main", "train", "read")
-    stacks = {0: waiting, 1: waiting, 2: _stack("main", "train", "load", "parse", "sleep"), 3: waiting, 4: working}
-    screen = _screen(_failure(2, kind="hang", reporter=0, text="nothing moved", stacks=stacks))
-    _, _, own, others, last = screen.split("\n\n")
-    assert own == "stack of rank 2\n" + stacks[2]
-    assert others == "ranks 0-1, 3, innermost calls\n" + _stack("step", "sum", "all_reduce")
-    assert last == "rank 4, innermost calls\n" + working
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ({"kind": "error", "phase": "data", "step": 0, "text": "error: no text\n  rule  r"}, "failed in phase data, before step 1: no text"),
+        ({"phase": "save", "text": f"{TRACEBACK}\n  File x\n    call()\nValueError: two\nlines"}, "raised an exception in phase save of step 7: ValueError: two"),
+        ({"phase": "save", "text": f"{TRACEBACK}\n  a\nKeyError: 1\n\nDuring …\n\n{TRACEBACK}\n  b\nOSError: 2"}, "raised an exception in phase save of step 7: OSError: 2"),
+        ({"kind": "error", "phase": "start", "step": 0, "text": f"ended with exit code 1\nprinted:\n{TRACEBACK}\n  a\nImportError: x"}, "failed in phase start, before step 1: ImportError: x"),
+        ({"kind": "lost", "phase": "save", "text": "contact was lost"}, "vanished in phase save of step 7"),
+        ({"kind": "hang", "phase": "save", "text": "nothing moved"}, "stands still in phase save of step 7"),
+        ({"kind": "error", "code": 75, "text": "error: stopped by SIGTERM\n  rule  r"}, "stopped by SIGTERM"),
+        ({"kind": "error", "text": ""}, "failed in phase backward of step 7, micro-batch 2"),
+    ],
+)  # fmt: skip
+def test_why_a_run_ended_in_one_line(others: dict[str, Any], words: str) -> None:
+    failure = _failure(1, **others)
+    assert reason(failure) == words and reason_of_run(failure) == f"rank 1: {words}"
 
 
 def test_ranks_in_words() -> None:

@@ -14,51 +14,15 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore
+from helpers.meetings import Ranks, Work, meet
+from torch.distributed import DistNetworkError, HashStore, PrefixStore, TCPStore
 
 from llmtrain.config.errors import ConfigError, DataError, ExitCode, PeerError, StoppedError, exit_code_of
 from llmtrain.dist.failure import FAILURE_KEY, Failure
-from llmtrain.dist.meeting import LocalMeeting, Meeting, StoreMeeting, compare
+from llmtrain.dist.meeting import LocalMeeting, Meeting, StoreMeeting
 from llmtrain.dist.position import Position
 
 pytestmark = pytest.mark.timeout(60)
-
-Work = Callable[[StoreMeeting], Any]
-
-
-class Ranks:
-    """Threads that meet over one store; `ends` are what their work returned or raised, by rank."""
-
-    def __init__(self, works: list[Work], store: Store | None = None, run_store: Store | None = None) -> None:
-        self.store = HashStore() if store is None else store
-        self.positions = [Position() for _ in works]
-        self.ends: list[Any] = [None] * len(works)
-        self.threads = [
-            threading.Thread(
-                target=self._run,
-                args=(work, StoreMeeting(self.store, rank, len(works), self.positions[rank], run_store=run_store)),
-                daemon=True,
-            )
-            for rank, work in enumerate(works)
-        ]
-        for thread in self.threads:
-            thread.start()
-
-    def _run(self, work: Work, meeting: StoreMeeting) -> None:
-        try:
-            self.ends[meeting.rank] = work(meeting)
-        except BaseException as error:
-            self.ends[meeting.rank] = error
-
-    def wait(self) -> list[Any]:
-        for thread in self.threads:
-            thread.join(20)
-        assert not any(thread.is_alive() for thread in self.threads), f"still meeting: {self.ends}"
-        return self.ends
-
-
-def meet(*works: Work) -> list[Any]:
-    return Ranks(list(works)).wait()
 
 
 def failing(error: BaseException) -> Work:
@@ -302,47 +266,6 @@ def test_what_is_made_once_outlives_an_attempt() -> None:
         store = PrefixStore(str(attempt), run)
         assert Ranks([name] * 2, store, run).wait() == ["tiny-1"] * 2
     assert Ranks([name] * 2, PrefixStore("other", run), PrefixStore("other job", run)).wait() == ["tiny-2"] * 2
-
-
-def comparing(*values: dict[str, Any]) -> list[Any]:
-    def work(meeting: StoreMeeting) -> None:
-        compare(meeting, "config", values[meeting.rank])
-
-    return meet(*[work] * len(values))
-
-
-def test_equal_values_pass() -> None:
-    values = {"optimizer.lr": 3e-4, "loss": math.nan, "model.layers": [1, 2], "none": None}
-    assert comparing(values, dict(reversed(values.items())), values) == [None] * 3
-    compare(LocalMeeting(Position()), "config", values)
-
-
-def test_differing_keys_are_listed_with_ranks_and_values() -> None:
-    ends = comparing(
-        {"optimizer.lr": 0.1, "seed": 1, "same": 7},
-        {"optimizer.lr": 0.2, "seed": 1, "same": 7, "extra": None},
-        {"optimizer.lr": 0.2, "seed": 1.0, "same": 7},
-    )
-    text = str(ends[0])
-    assert isinstance(ends[0], ConfigError) and len(ends[0].problems) == 3
-    assert "optimizer.lr: rank 0: 0.1; ranks 1-2: 0.2" in text
-    assert "seed: ranks 0-1: 1; rank 2: 1.0" in text
-    assert "extra: ranks 0, 2: not set; rank 1: null" in text
-    assert "same:" not in text
-    assert [(end.rank, end.exit_code) for end in ends[1:]] == [(0, ExitCode.CONFIG)] * 2
-
-
-def test_long_values_are_shown_where_they_differ() -> None:
-    text = str(comparing({"files": ["a" * 500, "here", "z" * 500]}, {"files": ["a" * 500, "there", "z" * 500]})[0])
-    assert '"here"' in text and '"there"' in text
-    assert max(map(len, text.splitlines())) < 200
-
-
-def test_many_differences_are_counted() -> None:
-    values = [{f"key{number}": rank for number in range(100)} for rank in range(2)]
-    text = str(comparing(*values)[0])
-    assert text.count("rank 0: 0; rank 1: 1") == 20
-    assert "80 further keys differ" in text
 
 
 def test_over_the_network_as_well() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import resource
 import signal
 import socket
 import threading
@@ -276,3 +278,42 @@ def test_leaving_a_store_that_is_gone_says_nothing() -> None:
     stores = open_both(places)
     del stores[0]
     leave_store(stores[0], places[1], 5.0)
+
+
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """A soft limit of open files little above what this process has open; gives how many it may still open."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 24, before[1]))
+    yield 24
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(few_files: int) -> None:
+    places = two_ranks(free_port())
+    size = few_files  # two open files each in this process, one at each end
+    stores = open_both([replace(places[min(rank, 1)], rank=rank, world_size=size) for rank in range(size)])
+    stores[-1].set("key", "value")
+    assert all(store.get("key") == b"value" for store in stores)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == hard
+
+
+@pytest.mark.parametrize(("rank", "served", "needed"), [(0, False, "664"), (0, True, "264"), (3, False, "264")])
+def test_too_few_open_files_are_said_at_once(rank: int, served: bool, needed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 256))
+    place = replace(two_ranks(free_port())[0], rank=rank, world_size=200, served=served)
+    with pytest.raises(ConfigError, match=f"rank {rank} may have 256 open files") as caught:
+        open_store(place, 20.0)
+    assert f"with 200 ranks it needs about {needed}" in str(caught.value) and "ulimit -n" in str(caught.value)
+
+
+def test_a_connection_that_fails_for_want_of_files_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: tuple[str, int], timeout: float) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(RankLostError, match="rank 1 cannot open a connection .* Too many open files") as caught:
+        open_store(two_ranks(free_port())[1], 50.0)
+    assert "ulimit -n" in str(caught.value)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from llmtrain.config.errors import ExitCode
-from llmtrain.dist.failure import Failure
+from llmtrain.dist.failure import Failure, failure_file
 from llmtrain.dist.position import mapped_position
-from llmtrain.dist.verdict import LAUNCHER, RankEnd, failure_file, output_file, position_file, reach_verdict, read_run
+from llmtrain.dist.verdict import LAUNCHER, RankEnd, output_file, position_file, reach_verdict, read_run, run_file
 
-KILL, ABORT, SEGV, TERM, INT = (
-    -int(number) for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGTERM, signal.SIGINT)
+KILL, ABORT, SEGV, BUS, TERM, INT = (
+    -int(number) for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGTERM, signal.SIGINT)
 )
 
 
@@ -44,6 +44,14 @@ CASES: Mapping[str, tuple[list[RankEnd], Mapping[int, Told], int, int]] = {
     "an abort alone": (ends(71, ABORT), {}, 1, 71),
     "a signal, and another rank takes it for its own fault": (ends(70, KILL), {0: ("crash", 70)}, 1, 71),
     "a fault in native code": (ends(71, SEGV), {}, 1, 71),
+    "a fault in native code, and another rank takes it for its own": (ends(70, SEGV), {0: ("crash", 70)}, 1, 71),
+    "a fault in native code after a message": (ends(SEGV, 78, at=104.0), {1: ("error", 78)}, 1, 78),
+    "a fault in native code soon after a message": (ends(SEGV, 78, at=100.5), {1: ("error", 78)}, 1, 78),
+    "a fault in native code as a failed rank ends": (ends(71, SEGV), {1: ("crash", 70)}, 1, 70),
+    "a bus error long after a crash": (ends(BUS, 70, at=103.0), {1: ("crash", 70)}, 1, 70),
+    "killed long after an error": (ends(KILL, 74, at=103.0), {1: ("error", 74)}, 1, 74),
+    "killed soon after an error": (ends(KILL, 74, at=101.0), {1: ("error", 74)}, 0, 71),
+    "a fault in native code before an error": (ends(SEGV, 74, at=99.0), {1: ("error", 74)}, 0, 71),
     "a rank without a word beats what is said of it": (ends(71, 1), {}, 1, 70),
     "survivors that had to be killed": (ends(KILL, 65, KILL, killed=(0, 2)), {1: ("error", 65)}, 1, 65),
     "nobody said anything": (ends(71, 71), {}, 0, 71),
@@ -121,6 +129,13 @@ def test_a_stop_before_there_was_anything_to_save_is_told_in_its_words(tmp_path:
     assert (verdict.code, verdict.failure, verdict.message) == (ExitCode.REQUEUE, None, "error of rank 1")
 
 
+def test_a_stop_told_before_explains_no_signal(tmp_path: Path) -> None:
+    leave(tmp_path, 1, "error", 75, time=100.0)
+    leave(tmp_path, 2, "crash", 70, time=103.1)
+    failure = reach_verdict(ends(SEGV, 75, 70, at=103.0), tmp_path).failure
+    assert failure is not None and failure.signal == signal.SIGSEGV
+
+
 def test_an_error_before_the_interruption_counts(tmp_path: Path) -> None:
     leave(tmp_path, 1, "error", 74, time=50.0)
     assert reach_verdict(ends(130, 74, passed_on=(2, 2)), tmp_path).code is ExitCode.STORAGE
@@ -141,7 +156,7 @@ def test_a_rank_without_a_word_is_told_with_its_place_and_its_last_lines(tmp_pat
         f"2026-11-29T23:12:52.{n:03}Z  step {n}\nlate {n}\n" for n in range(10)
     )
     (run / "logs" / "rank1.log").write_text(log)
-    (reports / "run.json").write_text(json.dumps({"folder": str(run), "resume": "llmtrain run.name=run"}))
+    run_file(reports).write_text(json.dumps({"folder": str(run), "resume": "llmtrain run.name=run"}))
     failure = reach_verdict(ends(71, KILL), reports).failure
     assert failure is not None and (failure.phase, failure.step, failure.microbatch) == ("backward", 7, 2)
     assert failure.text.splitlines()[1:] == [f"early {n}" for n in range(5, 15)] + [f"late {n}" for n in range(10)]
@@ -165,5 +180,5 @@ def test_a_torn_record_is_as_good_as_none(tmp_path: Path, content: bytes) -> Non
 @pytest.mark.parametrize("content", [None, b"", b"[]", b'{"resume": "x"}'])
 def test_a_run_that_is_not_told_of(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
-        (tmp_path / "run.json").write_bytes(content)
+        run_file(tmp_path).write_bytes(content)
     assert read_run(tmp_path) is None

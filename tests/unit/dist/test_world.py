@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.config.errors import ConfigError, PlanError
-from llmtrain.dist.world import LaunchFacts, first_node, rank_environment, read_launch
+from llmtrain.dist.world import LaunchFacts, first_node, job_environment, rank_environment, read_launch
 
 # As `torchrun --nproc-per-node 2` of torch 2.13 sets them; static, standalone and c10d rendezvous set the same names.
 TORCHRUN = {
@@ -230,6 +230,17 @@ def test_what_the_launcher_sets_is_read_back(place: LaunchFacts) -> None:
     job = {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": "1"}
     assert read_launch(job | rank_environment(place), 4) == replace(place, job_id="4711", attempt=1)
     assert read_launch(ONE_TASK | rank_environment(place), 4) == replace(place, job_id="4711"), "one task may be a launcher"
+
+
+def test_a_job_of_a_sweep_and_its_ranks_know_their_part_of_the_host() -> None:
+    part = job_environment(3, 1000)
+    job = read_launch(part, 2)
+    assert (job.host_jobs, job.host_memory, job.starts_ranks) == (3, 333, True)
+    assert read_launch(part | rank_environment(PLACE), 4) == replace(PLACE, host_jobs=3, host_memory=333)
+    alone = read_launch({}, 2)
+    assert (alone.host_jobs, alone.host_memory) == (1, None)
+    with pytest.raises(ConfigError, match="LLMTRAIN_HOST_JOBS is 'x'"):
+        read_launch({"LLMTRAIN_HOST_JOBS": "x"}, None)
 
 
 @pytest.mark.parametrize("name", ["LLMTRAIN_RUN_ID", "LLMTRAIN_REPORTS", "LLMTRAIN_LAUNCHER"])

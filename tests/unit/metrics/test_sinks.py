@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -16,7 +17,7 @@ from llmtrain.metrics.sinks import TAIL_BYTES, Metrics, finite_json, newest_reco
 
 DESIGN_KEYS = (
     "step tokens loss lr grad_norm step_seconds tokens_per_second mfu peak_memory_bytes memory activations_peak_bytes "
-    "loss_peak_bytes loss_scale skipped exposed_comm_seconds val_loss"
+    "loss_peak_bytes loss_scale skipped exposed_comm_seconds val_loss unscored"
 ).split()
 
 
@@ -62,6 +63,7 @@ def test_every_field_survives_a_round_trip_bit_for_bit(tmp_path: Path) -> None:
         skipped=2,
         exposed_comm_seconds=0.0,
         val_loss=-0.0,
+        unscored=True,
     )
     path = tmp_path / "metrics.jsonl"
     sink = open_sink(path)
@@ -161,6 +163,49 @@ def test_resume_rewrites_in_one_rename(tmp_path: Path, monkeypatch: pytest.Monke
     open_sink(path, resumed_step=3).close()
     assert [r.step for r in read_records(path)] == [1, 2, 3]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_fuller_record_takes_the_place_of_the_newest(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = open_sink(path)
+    for step in (1, 2):
+        sink.write(record(step, val_loss=1.0))
+    sink.write(record(3, unscored=True))
+    earlier = path.read_bytes().splitlines(keepends=True)[:2]
+    sink.replace_last(record(3, val_loss=2.0))
+    assert path.read_bytes().splitlines(keepends=True)[:2] == earlier
+    assert read_records(path)[2:] == [record(3, val_loss=2.0)] and b"unscored" not in path.read_bytes()
+    sink.sync()
+    with pytest.raises(AssertionError, match="step 2 for step 3"):
+        sink.replace_last(record(2))
+    sink.write(record(4))
+    sink.close()
+    assert read_records(path)[2:] == [record(3, val_loss=2.0), record(4)], "what follows goes into the new file"
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.ENOSPC, "no room")], ids=["ended", "refused"])
+def test_a_fuller_record_that_does_not_get_there_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = open_sink(path)
+    sink.write(record(1, unscored=True))
+    before = path.read_bytes()
+
+    def fail(source: Path, target: Path) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", fail)
+        with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else StorageError):
+            sink.replace_last(record(1, val_loss=2.0))
+    assert path.read_bytes() == before
+    sink.write(record(2))
+    sink.close()
+    assert read_records(path) == [record(1, unscored=True), record(2)]
+    open_sink(path, resumed_step=1).close()
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_damaged_lines_are_counted_and_in_no_record(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.config.errors import PlanError
+from llmtrain.config.errors import PlanError, Problem
 from llmtrain.config.typed import AccumulationConfig
 from llmtrain.plan.batch import largest_micro_batch, settle_batch
 from llmtrain.plan.plan import Choice, MemoryForecast
@@ -64,8 +64,13 @@ def test_b15_legal_batches(asked, global_batch, micro, count) -> None:
             "divisible by micro_batch_size 3 × data ranks 1 = 3",
             "6 or 9, or accumulation.micro_batch_size=2 or 4",
         ),
-        (dict(sequences=10, ranks=4), "accumulation.global_batch_size=10", "divisible by data ranks 4", "8 or 12"),
-        (dict(sequences=3, ranks=4), "accumulation.global_batch_size=3", "divisible by data ranks 4", "4"),
+        (
+            dict(sequences=10, ranks=4),
+            "accumulation.global_batch_size=10",
+            "divisible by data ranks 4",
+            "8 or 12, or 2 or 5 data ranks",
+        ),
+        (dict(sequences=3, ranks=4), "accumulation.global_batch_size=3", "divisible by data ranks 4", "4, or 3 data ranks"),
         (
             dict(tokens=1000),
             "accumulation.global_batch_tokens=1000",
@@ -115,13 +120,22 @@ def test_b15_no_sequence_is_lost_for_any_batch(micro: int, ranks: int) -> None:
         except PlanError as error:
             assert sequences % (micro * ranks)
             (problem,) = error.problems
-            if problem.what.startswith("accumulation.global_batch_size"):
-                for proposal in problem.cure.split(", or ")[0].split(" or "):
-                    settle(sequences=int(proposal), micro=micro, ranks=ranks)
-                for proposal in problem.cure.partition("micro_batch_size=")[2].split(" or "):
-                    settle(sequences=sequences, micro=int(proposal or 1), ranks=1)
+            settle_proposals(problem, sequences, micro, ranks)
         else:
             assert batch.micro_batch_size * batch.num_microbatches * ranks == sequences
+
+
+def settle_proposals(problem: Problem, sequences: int, micro: int, ranks: int) -> None:
+    """What a message proposes: other batches, other micro-batches, other numbers of ranks."""
+    if not problem.what.startswith("accumulation.global_batch_size"):
+        return
+    for proposal in problem.cure.split(", or ")[0].split(" or "):
+        settle(sequences=int(proposal), micro=micro, ranks=ranks)
+    for proposal in problem.cure.partition("micro_batch_size=")[2].partition(",")[0].split(" or "):
+        settle(sequences=sequences, micro=int(proposal or 1), ranks=1)
+    if problem.cure.endswith(" data ranks"):
+        for proposal in problem.cure.rpartition(", or ")[2].removesuffix(" data ranks").split(" or "):
+            settle(sequences=sequences, micro=micro, ranks=int(proposal))
 
 
 @pytest.mark.parametrize(

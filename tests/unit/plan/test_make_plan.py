@@ -223,8 +223,14 @@ def test_other_options_that_are_absent(make_config, make_machine, key: str) -> N
 
 
 def several(ranks: int, nodes: int = 1, source: str = "launch.nproc") -> dict[str, object]:
-    """Facts of a machine with `ranks` on each of some hosts."""
-    return {"world_size": ranks * nodes, "local_world_size": ranks, "num_nodes": nodes, "world_source": source}
+    """Facts of a machine with `ranks` on each of some hosts, whose cores they share."""
+    return {
+        "world_size": ranks * nodes,
+        "local_world_size": ranks,
+        "core_ranks": ranks,
+        "num_nodes": nodes,
+        "world_source": source,
+    }
 
 
 @pytest.mark.parametrize(
@@ -266,6 +272,25 @@ def test_more_threads_than_cores_over_all_ranks_of_a_host_are_refused(make_confi
     assert plan(2, **several(3)).threads == 2
     assert plan(8, **several(1, 2)).threads == 8, "hosts do not share cores"
     assert plan(1, **several(12)).threads == 1, "each rank needs one"
+
+
+@pytest.mark.parametrize(
+    ("core_ranks", "jobs", "threads", "reason", "rule"),
+    [
+        (1, 1, 8, "8 cores / 1 rank that may use them", "8 cores that this rank may use"),
+        (2, 1, 4, "8 cores / 2 ranks that may use them", "8 cores that this rank may use for 2 ranks of 9 threads = 18"),
+        (4, 2, 1, "8 cores / 4 ranks / 2 jobs", "8 cores of this host for 2 jobs of 4 ranks of 9 threads = 72"),
+        (1, 4, 2, "8 cores / 1 rank that may use them / 4 jobs", "8 cores that this rank may use for 4 jobs of 1 rank of 9"),
+    ],
+)
+def test_only_those_who_share_cores_divide_them(make_config, make_machine, core_ranks, jobs, threads, reason, rule) -> None:
+    """Four ranks of a host, which the batch system has bound to cores, or which are one of some jobs of a sweep."""
+    machine = make_machine(**several(4) | {"cores": 8, "core_ranks": core_ranks, "host_jobs": jobs})
+    plan = make_plan(make_config(), machine)
+    assert plan.threads == threads and choices_of(plan)["launch.threads"] == (str(threads), reason)
+    assert make_plan(make_config({"launch.threads": threads}), machine).threads == threads
+    what, told, cure = problem_of(lambda: make_plan(make_config({"launch.threads": 9}), machine))
+    assert (what, cure) == ("launch.threads=9", f"launch.threads={threads} or auto") and told.startswith(f"at most the {rule}")
 
 
 @pytest.mark.parametrize("source", ["launch.nproc", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])

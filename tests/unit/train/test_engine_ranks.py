@@ -40,7 +40,9 @@ WAYS: dict[str, dict[str, Any]] = {
 def engine_in(world: Group, keys: dict[str, Any]) -> NativeEngine:
     config = config_of({"accumulation.micro_batch_size": 1, "optimizer.clip_norm": None} | keys)
     plan = make_plan(config, replace(MACHINE, world_size=world.size), vocab_size=VOCAB_SIZE)
-    return build_engine(config, plan, NoLedger(), world)  # type: ignore[arg-type]
+    engine = build_engine(config, plan, NoLedger(), world)  # type: ignore[arg-type]
+    engine.warm_up(rows(1, LENGTH, "document", seed=0))
+    return engine
 
 
 def unequal_rows(seed: int) -> Batch:

@@ -17,7 +17,8 @@ from helpers.stand_in_ranks import FOLLOW, Launcher, stand_in_ranks
 
 from llmtrain.config.compose import compose_config
 from llmtrain.config.errors import ExitCode
-from llmtrain.train import launch
+from llmtrain.dist.failure import Failure, Kind
+from llmtrain.train import build, launch
 from llmtrain.train.launch import from_document, to_document
 from llmtrain.train.run_folder import RunFolder
 
@@ -153,14 +154,17 @@ def test_an_error_of_one_rank_is_told_once(launcher: Launcher, capfd: pytest.Cap
     told = capfd.readouterr()
     assert end.verdict.code is ExitCode.CONFIG and [one.code for one in end.ends] == [2, 2]
     assert told.out == "" and told.err.count("the moon") == 1 and "Traceback" not in told.err
-    assert "rank 1 of 2" in told.err and launch.end_reason(end) == "rank 1: the moon"
+    assert told.err.startswith("error: the moon") and "rank 1 of 2" not in told.err, "any rank of this host would say so"
+    assert launch.end_reason(end) == "rank 1: failed in phase start, before step 1: the moon"
 
 
 def test_b54_an_exception_of_one_rank_is_told_with_its_traceback(launcher: Launcher, capfd: pytest.CaptureFixture[str]) -> None:
     end = launcher.run("raise errors.PeerError(1, errors.ExitCode.FAULT)", "def broken(): return 1 // 0\nbroken()")
     told = capfd.readouterr().err
     assert end.verdict.code is ExitCode.FAULT and told.count("Traceback") == 1 and "rank 1 of 2" in told
-    assert launch.end_reason(end) == "rank 1: ZeroDivisionError: integer division or modulo by zero"
+    said = "ZeroDivisionError: integer division or modulo by zero"
+    assert launch.end_reason(end) == f"rank 1: raised an exception in phase start, before step 1: {said}"
+    assert "a fault of llmtrain" in told
 
 
 def test_a_rank_that_dies_of_native_code_is_told_with_its_last_lines(
@@ -208,7 +212,10 @@ def test_the_status_names_the_rank_that_failed(launcher: Launcher) -> None:
     told = "leave_run(facts, folder / 'run', code=70, step=3, reason='another rank failed')\n"
     launcher.run(told + "raise errors.PeerError(1, errors.ExitCode.FAULT)", "{}['name']")
     status = RunFolder(launcher.folder / "run").read_status()
-    assert status is not None and (status.code, status.reason) == (70, "rank 1: KeyError: 'name'")
+    assert status is not None and (status.code, status.reason) == (
+        70,
+        "rank 1: raised an exception in phase start, before step 1: KeyError: 'name'",
+    )
 
 
 def test_the_status_says_more_than_that_rank_0_is_gone(launcher: Launcher) -> None:
@@ -243,6 +250,15 @@ def test_the_status_of_a_run_that_somebody_else_has_taken_is_left_alone(launcher
         holder.communicate()
     status = RunFolder(run).read_status()
     assert end.verdict.code is ExitCode.LOST and status is not None and status.code is None
+
+
+@pytest.mark.parametrize("kind, what", [("hang", "stands still"), ("lost", "vanished")])
+def test_the_status_that_the_first_to_notice_writes(tmp_path: Path, kind: Kind, what: str) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    build._write_loss(folder, Failure(1, "host", 1, "folder", 0, 0, kind, 71, "", 0))
+    status = folder.read_status()
+    assert status is not None and (status.code, status.reason) == (71, f"rank 1: {what} in phase folder, before step 1")
 
 
 @pytest.mark.parametrize(

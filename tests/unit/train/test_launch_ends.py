@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -109,6 +110,21 @@ def test_ranks_that_cannot_be_started(launcher: Launcher, monkeypatch: pytest.Mo
     assert started[0].returncode == -signal.SIGKILL
 
 
+def test_a_screen_that_is_gone_is_not_taken_for_ranks_that_cannot_be_started(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher.plan("import time; time.sleep(60)", "pass")
+
+    class Gone(io.StringIO):
+        def flush(self) -> None:
+            if ranks_of(launcher.folder):
+                raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    with pytest.raises(BrokenPipeError):
+        launch_run(launcher.composed(2))
+
+
 def test_no_room_for_reports(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(launcher.folder / "nowhere"))
     with pytest.raises(StorageError, match="TMPDIR"):
@@ -133,7 +149,7 @@ def test_python_gets_the_ranks_code(launcher: Launcher, capfd: pytest.CaptureFix
 
 def test_python_gets_an_error_for_a_rank_that_failed(launcher: Launcher) -> None:
     launcher.plan("raise errors.PeerError(1, errors.ExitCode.DATA)", "raise errors.DataError('no such text')")
-    with pytest.raises(PeerError, match="rank 1: no such text") as caught:
+    with pytest.raises(PeerError, match="rank 1: failed in phase start, before step 1: no such text") as caught:
         api.train(launcher.composed(2))
     assert caught.value.exit_code is ExitCode.DATA and caught.value.rank == 1
 

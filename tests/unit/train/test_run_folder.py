@@ -75,9 +75,9 @@ def test_overrides_keep_the_words_of_every_start(folder):
 def test_environment_names_versions_and_no_variables(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "canary-7d1f")
     plan = plan_of(wire())
-    facts = describe_environment(plan, "a cpu", ["a", "a", "b"])
+    facts = describe_environment(plan, "a cpu", [("a", 2), ("a", 2), ("b", 1)])
     assert facts["packages"]["torch"] == torch.__version__ and facts["device"] == "cpu" and facts["threads"] == plan.threads
-    assert facts["ranks"] == 3 and facts["hosts"] == ["a", "b"]
+    assert facts["ranks"] == 3 and facts["hosts"] == ["a", "b"] and facts["threads_by_rank"] == [2, 2, 1]
     assert "canary" not in json.dumps(facts)
 
 

@@ -7,14 +7,16 @@ import signal
 
 import pytest
 import torch
-from helpers.runs import records, run, run_words, saved, write_text
+from helpers.runs import assert_same_training, records, run, run_words, saved, write_text
 
-from llmtrain.config.errors import ExitCode, NumericsError
+from llmtrain.checkpoint.store import CheckpointStore
+from llmtrain.config.errors import ExitCode, NumericsError, StoppedError, exit_code_of
 from llmtrain.config.errors import OutOfMemoryError as NoMemory
 from llmtrain.config.typed import ScheduleKind
 from llmtrain.optim.schedule import learning_rate
 from llmtrain.plan.plan import SchedulePlan
-from llmtrain.train import run_start
+from llmtrain.train import build, run_start
+from llmtrain.train.engine_native import NativeEngine
 from llmtrain.train.forward_backward import PlainForwardBackward
 from llmtrain.train.signals import STOP_SIGNALS
 
@@ -105,19 +107,61 @@ def test_b58_a_skip_before_a_stop_is_counted_after_the_resume(text, tmp_path, sp
     assert [record["skipped"] for record in records(tmp_path / "a")] == [0, 0, 1, 0, 0, 0]
 
 
-def test_b55_a_signal_while_the_model_is_built_stops_before_the_first_update(text, tmp_path, monkeypatch):
-    plain = run_start.build_engine
+START_UP = {
+    "start": (build, "RunStart"),
+    "model": (run_start, "build_engine"),
+    "checkpoint": (CheckpointStore, "load"),
+    "machine": (run_start, "peak_flops"),
+    "records": (run_start, "open_sink"),
+}
+"""What a start comes through before its first update."""
+BEFORE = [(place, resumed) for place in START_UP for resumed in (False, True) if resumed or place != "checkpoint"]
 
-    def signalled(*arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return plain(*arguments)
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("place, resumed", BEFORE)
+def test_b55_a_signal_before_the_training_ends_the_start_at_once(text, tmp_path, monkeypatch, place, resumed, number):
+    words = run_words(text, tmp_path, "a", *WORDS)
+    if resumed:
+        run(*words, "train.stop_after=3")
+    before = sorted((tmp_path / "a" / "checkpoints").glob("*"))
+    traced = records(tmp_path / "a") if resumed else []
+    owner, name = START_UP[place]
+    plain = getattr(owner, name)
+
+    def signalled(*arguments, **keys):
+        os.kill(os.getpid(), number)
+        return plain(*arguments, **keys)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_start, "build_engine", signalled)
-        code, _ = run(*run_words(text, tmp_path, "a", *WORDS))
+        patch.setattr(owner, name, signalled)
+        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else StoppedError) as caught:
+            run(*words)
+    code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.REQUEUE
+    assert exit_code_of(caught.value) == code == status(tmp_path / "a")["code"]
+    assert status(tmp_path / "a")["step"] == (3 if resumed else 0)
+    assert sorted((tmp_path / "a" / "checkpoints").iterdir()) == before, "there is nothing to save"
+    assert (records(tmp_path / "a") if resumed else []) == traced
+    assert run(*words)[0] == ExitCode.DONE
+    run(*run_words(text, tmp_path, "calm", *WORDS))
+    assert_same_training(tmp_path / "a", tmp_path / "calm")
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_b55_a_signal_while_the_engine_warms_up_stops_before_the_first_update(text, tmp_path, monkeypatch, number):
+    words = run_words(text, tmp_path, "a", *WORDS)
+    plain = NativeEngine.warm_up
+
+    def signalled(self, microbatch):
+        os.kill(os.getpid(), number)
+        return plain(self, microbatch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeEngine, "warm_up", signalled)
+        code, _ = run(*words)
     assert code == ExitCode.REQUEUE == status(tmp_path / "a")["code"] and status(tmp_path / "a")["step"] == 0
-    code, _ = run(*run_words(text, tmp_path, "a", *WORDS))
-    assert code == ExitCode.DONE and len(records(tmp_path / "a")) == 6
+    assert not list((tmp_path / "a" / "checkpoints").iterdir()) and not records(tmp_path / "a")
+    assert run(*words)[0] == ExitCode.DONE and len(records(tmp_path / "a")) == 6
 
 
 def test_b10_n_steps_are_n_updates_whatever_the_micro_batch(text, tmp_path):
