@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from helpers.ranks import RankPool
@@ -17,6 +18,20 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of short texts that the tests of a module train on."""
+    from helpers.runs import write_text  # here: torch comes with it
+
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The parent folder of the runs of a module."""
+    return tmp_path_factory.mktemp("runs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

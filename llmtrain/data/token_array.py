@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import errno
 import itertools
-import resource
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.config.errors import DataError, Problem
+from llmtrain.dist.handles import raise_handle_limit
 
 BLOCK_TOKENS = 1 << 20
 """Tokens that a pass over all of them holds at a time."""
@@ -170,7 +169,7 @@ def map_file(path: Path, dtype: np.dtype[Any], first_byte: int, count: int) -> N
     if not count:
         return np.empty(0, dtype)
     if next(_maps) >= MANY_MAPS:
-        _raise_handle_limit()
+        raise_handle_limit()
     try:
         return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=first_byte, shape=(count,)))
     except OSError as error:
@@ -179,10 +178,3 @@ def map_file(path: Path, dtype: np.dtype[Any], first_byte: int, count: int) -> N
     except ValueError as error:
         rule = f"{count} values of {dtype.itemsize} bytes from byte {first_byte} on do not fit into it"
         raise DataError(Problem(str(path), rule)) from error
-
-
-def _raise_handle_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -169,7 +169,7 @@ class FailureBoard:
         if store is None:
             return is_first
         text = json.dumps(failure.to_dict())
-        kept = _bounded(lambda: store.compare_set(FAILURE_KEY, "", text), _STORE_SECONDS)
+        kept = answered_within(lambda: store.compare_set(FAILURE_KEY, "", text), _STORE_SECONDS)
         return is_first if kept is None else kept == text.encode()
 
     def report(self, failure: Failure) -> bool:
@@ -196,7 +196,9 @@ class FailureBoard:
         deadline = time.monotonic() + wait_seconds
         store, folder = self._store, self._report_folder
         if folder is None:
-            return None if store is None else _bounded(lambda: _poll_store(store, deadline), wait_seconds + _STORE_SECONDS)
+            return (
+                None if store is None else answered_within(lambda: _poll_store(store, deadline), wait_seconds + _STORE_SECONDS)
+            )
         # All ranks and the launcher write there, and it cannot be gone.
         while (found := _read_failure(folder / _FIRST_FILE)) is None and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -233,15 +235,18 @@ def _poll_store(store: Store, deadline: float) -> Failure | None:
         time.sleep(_POLL_SECONDS)
 
 
-def _bounded(call: Callable[[], Result], seconds: float) -> Result | None:
-    """Result of `call`; None when the store is gone or does not answer within `seconds`."""
+def answered_within(call: Callable[[], Result], seconds: float) -> Result | None:
+    """Result of a call into torch's store; None when it fails, or has not returned in time and is left behind in its thread.
+
+    Whatever time limit a store was given, a call to a server that listens and says nothing never returns.
+    """
     results: list[Result] = []
 
     def run() -> None:
         with suppress(RuntimeError):
             results.append(call())
 
-    thread = threading.Thread(target=run, name="failure-board", daemon=True)
+    thread = threading.Thread(target=run, name="store-call", daemon=True)
     thread.start()
     thread.join(seconds)
     return results[0] if results else None

@@ -14,7 +14,6 @@ import os
 import resource
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +23,8 @@ from typing import Any, TypeVar
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from llmtrain.config.errors import ConfigError, Problem, RankLostError
-from llmtrain.dist.failure import describe_ranks
+from llmtrain.dist.failure import answered_within, describe_ranks
+from llmtrain.dist.handles import raise_handle_limit
 from llmtrain.dist.world import LOOPBACK, LaunchFacts
 
 Result = TypeVar("Result")
@@ -82,7 +82,7 @@ def leave_store(store: PrefixStore, facts: LaunchFacts, wait_seconds: float) -> 
     """
     deadline = time.monotonic() + wait_seconds
     if facts.rank > 0:
-        _within(deadline, lambda: store.set(f"left/{facts.rank}", ""))
+        answered_within(lambda: store.set(f"left/{facts.rank}", ""), _left(deadline))
     elif not facts.served:
         with suppress(RuntimeError):
             _poll(deadline, lambda: store.check([f"left/{rank}" for rank in range(1, facts.world_size)]))
@@ -134,11 +134,7 @@ def _welcome(run: Store, attempt: int, missing: set[int], answered: set[bytes]) 
 
 def _require_handles(facts: LaunchFacts, is_server: bool) -> None:
     """Raise the limit of open files as far as it goes, and refuse one that is too low: torch's server would fall silent at it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = raise_handle_limit()
     needed = _OWN_HANDLES + facts.world_size * (_MESH_HANDLES + (_STORE_HANDLES if is_server else 0))
     if limit < needed and limit != resource.RLIM_INFINITY:
         what = f"rank {facts.rank} may have {limit} open files"
@@ -228,8 +224,9 @@ def _connect(facts: LaunchFacts, patience: timedelta, deadline: float) -> TCPSto
     if last_error is not None:
         what = f"rank {facts.rank} reaches nobody at {place} within {patience.total_seconds():g} s: {last_error}"
         raise RankLostError(Problem(what, f"{server} has to listen there", cure))
-    store = _within(
-        deadline, lambda: TCPStore(host, port, is_master=False, timeout=patience, wait_for_workers=False, use_libuv=True)
+    store = answered_within(
+        lambda: TCPStore(host, port, is_master=False, timeout=patience, wait_for_workers=False, use_libuv=True),
+        _left(deadline),
     )
     if store is None:
         what = f"what listens at {place} does not answer rank {facts.rank} as a store within {patience.total_seconds():g} s"
@@ -272,15 +269,6 @@ def _poll(deadline: float, is_done: Callable[[], bool]) -> bool:
     return True
 
 
-def _within(deadline: float, call: Callable[[], Result]) -> Result | None:
-    """Result of a call into torch; None when it fails, or has not returned in time and is left behind in its thread."""
-    results: list[Result] = []
-
-    def run() -> None:
-        with suppress(RuntimeError):
-            results.append(call())
-
-    thread = threading.Thread(target=run, name="rendezvous", daemon=True)
-    thread.start()
-    thread.join(max(0.0, deadline - time.monotonic()))
-    return results[0] if results else None
+def _left(deadline: float) -> float:
+    """Seconds until a reading of time.monotonic()."""
+    return max(0.0, deadline - time.monotonic())

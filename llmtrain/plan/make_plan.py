@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 from llmtrain.config.defaults import BYTE_VOCAB_SIZE, LONGEST_AUTO_WARMUP, auto_decay_steps, auto_warmup_steps
 from llmtrain.config.errors import PlanError, Problem
@@ -56,17 +57,16 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None
     backend, kernel, attention_choices = settle_attention(config, precision_name, machine, training=training)
     degrees, degree_choices = settle_degrees(config.parallelism, machine)
     recompute, recompute_choices = settle_keep(config.recompute, backend, kernel, machine.device)
-    ddp = config.parallelism.ddp if degrees.dp_replicate > 1 else None
-    workload = replace(
-        _one_sequence(config, model, precision_name, backend, kernel, machine.device), recompute=recompute, ddp=ddp
-    )
+    one_sequence = _one_sequence(config, model, precision_name, backend, kernel, machine.device)
+    workload = replace(one_sequence, recompute=recompute, ddp=config.parallelism.ddp if degrees.dp_replicate > 1 else None)
     batch, batch_choices = settle_batch(
         config.accumulation, config.data.sequence_length, degrees.data_ranks, _micro_batch_finder(workload, machine)
     )
     steps = config.train.steps or _steps_for(config.train, batch.tokens_per_step)
     schedule, schedule_choices = settle_schedule(config.schedule, config.optimizer.lr, steps)
     threads, thread_choices = _settle_threads(config, machine)
-    device_choices = _device_choice(config, machine)
+    settled = replace(workload, micro_batch_size=batch.micro_batch_size, num_microbatches=batch.num_microbatches)
+    choices = (_device_choice(config, machine), precision_choices, attention_choices, recompute_choices, batch_choices)
     return Plan(
         device=machine.device,
         threads=threads,
@@ -85,20 +85,8 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int | None = None
         num_parameters=num_parameters(model),
         flops_per_token=flops_per_token(model, batch.sequence_length, causal=True),
         flops_per_token_full_attention=flops_per_token(model, batch.sequence_length, causal=False),
-        forecast=forecast_memory(
-            replace(workload, micro_batch_size=batch.micro_batch_size, num_microbatches=batch.num_microbatches)
-        ),
-        choices=(
-            *device_choices,
-            *precision_choices,
-            *attention_choices,
-            *recompute_choices,
-            *batch_choices,
-            *thread_choices,
-            *degree_choices,
-            *vocab_choices,
-            *schedule_choices,
-        ),
+        forecast=forecast_memory(settled),
+        choices=tuple(chain(*choices, thread_choices, degree_choices, vocab_choices, schedule_choices)),
         attention_options=config.plugins.get(f"attention.{backend}"),
         num_nodes=machine.num_nodes,
     )

@@ -24,7 +24,7 @@ from llmtrain.config.keys import path_keys
 from llmtrain.config.paths import user_path
 from llmtrain.data.corpus import Corpus, build_corpus
 from llmtrain.dist.failure import Failure, reason_of_run
-from llmtrain.dist.ranks import World, join_world
+from llmtrain.dist.ranks import join_world
 from llmtrain.dist.runtime import configure_process
 from llmtrain.dist.world import NPROC, SLURM, LaunchFacts, read_launch
 from llmtrain.metrics.console import Console
@@ -37,7 +37,7 @@ from llmtrain.train.initial import run_tokenizer
 from llmtrain.train.machine import agreed_machine, detect_machine, shared_facts
 from llmtrain.train.memory_errors import explained_memory_errors
 from llmtrain.train.run_folder import Opening, RunFolder, Start, describe_environment, resolve_run_folder
-from llmtrain.train.run_start import RunStart, Trained
+from llmtrain.train.run_start import RunStart, Surroundings, Trained
 from llmtrain.train.signals import StopSignals
 from llmtrain.train.startup import StartupClock, seconds_since_start
 
@@ -65,7 +65,7 @@ def train(composed: Composed, console: Console) -> ExitCode:
     with StopSignals() as stop:
         world = join_world(facts, timeout_seconds=launch.timeout_seconds, stop_received=lambda: stop.received)
         with world as ranks:
-            start = _Start(composed, shown, ranks, stop, clock, log)
+            start = _Start(Surroundings(composed, shown, ranks, stop, clock, log))
             trained = start.run()
         if trained is None:
             return ExitCode.DONE
@@ -76,20 +76,16 @@ def train(composed: Composed, console: Console) -> ExitCode:
 class _Start:
     """One start of one rank, from what was asked to a training that runs in its locked folder."""
 
-    def __init__(
-        self, composed: Composed, console: Console, world: World, stop: StopSignals, clock: StartupClock, log: RankLog
-    ) -> None:
-        self._composed = composed
-        self._config = composed.config
-        self._console = console
-        self._world = world
-        self._stop = stop
-        self._clock = clock
-        self._log = log
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self._composed = around.composed
+        self._config = around.composed.config
+        self._console = around.console
+        self._world = around.world
 
     def run(self) -> Trained | None:
         """Train; None when the run is finished already."""
-        world, console = self._world, self._console
+        world = self._world
         same_config(world, self._composed.wire)
         machine = self._look_at_machine()
         path = world.meeting.share_once("run folder", lambda: str(_folder_path(self._composed)))
@@ -105,7 +101,7 @@ class _Start:
                 device_index=machine.device_index,
             )
         same_plan(world, plan, corpus)
-        self._clock.enter("folder")
+        self._around.clock.enter("folder")
         with ExitStack() as held:
             with world.meeting.together("folder"):
                 if world.is_main:
@@ -128,9 +124,7 @@ class _Start:
                 # From here on the folder is this start's: how it ends is kept there, also by others.
                 world.on_loss = functools.partial(_write_loss, folder)
                 world.leave_word({"folder": str(folder.path), "resume": world.resume})
-                self._start = RunStart(
-                    self._composed, console, machine, corpus, plan, folder, opening, self._stop, world, self._clock, self._log
-                )
+                self._start = RunStart(self._around, machine, corpus, plan, folder, opening)
                 return self._start.fit()
 
     def tell(self, trained: Trained) -> ExitCode:
@@ -140,7 +134,7 @@ class _Start:
     def _look_at_machine(self) -> Machine:
         """The machine to plan for; what cannot run with the smallest vocabulary is refused before hours of preparation tell the right one."""
         self._console.status("looking at the machine")
-        self._clock.enter("machine")
+        self._around.clock.enter("machine")
         with self._world.meeting.together("machine"):
             machine = detect_machine(self._config.launch, self._world.facts)
         everyone = self._world.meeting.gather("machine", shared_facts(machine))
@@ -157,7 +151,7 @@ class _Start:
             world.position.tick()
             self._console.status(text)
 
-        self._clock.enter("data")
+        self._around.clock.enter("data")
         with world.meeting.together("data"):
             corpus = build_corpus(
                 config.data,
@@ -179,7 +173,7 @@ class _Start:
         world.log, world.resume = log, self._resume_command(folder)
         if not world.is_main:
             world.terminal = redirect_output(log)
-        self._log.open(log)
+        self._around.log.open(log)
 
     def _tell_finished(self, folder: RunFolder, corpus: Corpus, opening: Opening) -> None:
         self._console.line(opening.message)

@@ -45,6 +45,18 @@ LEDGER_UPDATES = 2
 
 
 @dataclass(frozen=True)
+class Surroundings:
+    """What every part of a start on one rank speaks to."""
+
+    composed: Composed
+    console: Console
+    world: World
+    stop: StopSignals
+    clock: StartupClock
+    log: RankLog
+
+
+@dataclass(frozen=True)
 class Trained:
     """What a start of a run leaves behind in memory."""
 
@@ -59,33 +71,19 @@ class RunStart:
     """One start, on one rank. Rank 0 alone writes records and checkpoints and speaks to trackers."""
 
     def __init__(
-        self,
-        composed: Composed,
-        console: Console,
-        machine: Machine,
-        corpus: Corpus,
-        plan: Plan,
-        folder: RunFolder,
-        opening: Opening,
-        stop: StopSignals,
-        world: World,
-        clock: StartupClock,
-        log: RankLog,
+        self, around: Surroundings, machine: Machine, corpus: Corpus, plan: Plan, folder: RunFolder, opening: Opening
     ) -> None:
-        self._composed = composed
-        self._config = composed.config
-        self._console = console
+        self._around = around
+        self._config = around.composed.config
+        self._console = around.console
+        self._world = around.world
         self._machine = machine
         self._corpus = corpus
         self._plan = plan
         self._folder = folder
         self._opening = opening
-        self._stop = stop
-        self._world = world
-        self._clock = clock
-        self._log = log
-        files = ToldFiles(world.position.tick)
-        self._store = CheckpointStore(folder.checkpoints, composed.config.checkpoint.keep, files)
+        files = ToldFiles(around.world.position.tick)
+        self._store = CheckpointStore(folder.checkpoints, self._config.checkpoint.keep, files)
         self._ledger = StorageLedger(torch.device(plan.device), LEDGER_UPDATES)
         self._tracker_notes: list[str] = []
         self._began = time.monotonic()
@@ -120,7 +118,7 @@ class RunStart:
             console.status("first update")
             self._enter("first update")
             # What has been built up to here would only be built again: from here on there is something to save.
-            self._stop.begin_training()
+            self._around.stop.begin_training()
             outcome = trainer.fit()
         code, reason = ExitCode.DONE, outcome.value
         if outcome is Outcome.SIGNAL and trainer.stopped_by is not None:
@@ -131,7 +129,7 @@ class RunStart:
 
     def _enter(self, phase: str) -> None:
         self._world.position.enter(phase)
-        self._clock.enter(phase)
+        self._around.clock.enter(phase)
 
     def _restore(self, engine: NativeEngine) -> TrainState:
         """The newest good checkpoint, the same on every rank; or a run that begins."""
@@ -169,13 +167,13 @@ class RunStart:
             self._console.status(f"loading the weights of {self._config.init_from}")
             source = existing_run_folder(user_path(self._config.init_from, f"model.init_from={self._config.init_from}"))
             initial = initial_weights(source.path)
-            keep_going = self._composed.wire["run"]["on_change"] == "continue"
+            keep_going = self._around.composed.wire["run"]["on_change"] == "continue"
             check_tokenizer(initial, self._corpus.tokenizer, keep_going=keep_going, warn=self._console.warn)
             engine.load_weights(initial.tensors)
             if self._world.is_main:
                 copy_origin(source, self._folder)
             self._console.line(f"begins with the weights of {self._config.init_from} at step {initial.step}")
-            for change in overridden(source.read_config() or {}, self._composed.wire):
+            for change in overridden(source.read_config() or {}, self._around.composed.wire):
                 self._console.line(f"  changed  {change}")
 
     def _show_card(self, peak: PeakFlops) -> None:
@@ -210,7 +208,7 @@ class RunStart:
             config.tracker if is_main else TrackerConfig(None, False),
             folder=folder.path,
             run_name=folder.path.name,
-            wire=self._composed.wire,
+            wire=self._around.composed.wire,
             resumed_step=resumed_step,
             warn=self._console.warn,
             others=makers("tracker", config.plugins) if is_main else None,
@@ -241,8 +239,8 @@ class RunStart:
 
     def _tell_startup(self) -> None:
         """The first update of this start is made."""
-        self._clock.finish()
-        self._log.write(self._clock.told())
+        self._around.clock.finish()
+        self._around.log.write(self._around.clock.told())
 
     def _build_trainer(self, engine: NativeEngine, state: TrainState, reporter: Reporter, *, is_unscored: bool) -> Trainer:
         return Trainer(
@@ -254,7 +252,7 @@ class RunStart:
             store=self._store if self._world.is_main else NoSaver(),
             state=state,
             reporter=reporter,
-            stop=self._stop,
+            stop=self._around.stop,
             world=self._world,
             is_unscored=is_unscored,
         )

@@ -105,7 +105,7 @@ class Trainer:
         self._world.position.at_step(self.state.step)
         if self._is_unscored:
             self._score_last_step()
-        if self.state.step < self.last_step:
+        if self.state.step < self.last_step and not self._is_unscored:
             self._warm_up()
         self._reporter.start(self.state)
         with _collecting_garbage(self._train.gc_every) as collect:

@@ -4,9 +4,10 @@ import itertools
 import json
 
 import pytest
+from helpers.calm_runs import calm_run
 from helpers.rank_faults import Fault, Slow, SlowDigests, SlowDisk
 from helpers.rank_jobs import assert_same_run
-from helpers.runs import run_words, write_text
+from helpers.runs import run_words
 
 from llmtrain.config.errors import ExitCode
 
@@ -45,19 +46,8 @@ DRILLS = [*QUICK, *(pytest.param(*drill, marks=pytest.mark.slow) for drill in OT
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
 def calm(ranks, text, runs):
-    assert ranks.launch(run_words(text, runs, "calm", *WORDS), 2).code == ExitCode.DONE
-    return runs / "calm"
+    return calm_run(ranks, text, runs, WORDS)[0]
 
 
 @pytest.fixture(scope="module")

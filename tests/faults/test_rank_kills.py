@@ -6,8 +6,9 @@ import signal
 import time
 
 import pytest
+from helpers.calm_runs import calm_run
 from helpers.rank_jobs import assert_same_run
-from helpers.runs import run_words, write_text
+from helpers.runs import run_words
 
 from llmtrain.checkpoint.store import CheckpointStore
 from llmtrain.config.errors import ExitCode
@@ -29,22 +30,8 @@ ORPHAN_SECONDS = 30.0
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
 def calm(ranks, text, runs):
-    """The undisturbed run, and the seconds it took with its data prepared."""
-    ranks.launch(run_words(text, runs, "prepared", *WORDS), 2)
-    told = ranks.launch(run_words(text, runs, "calm", *WORDS), 2)
-    assert told.code == ExitCode.DONE, told.printed
-    return runs / "calm", told.seconds
+    return calm_run(ranks, text, runs, WORDS)
 
 
 def steps_told(folder):

@@ -7,9 +7,10 @@ import signal
 import time
 
 import pytest
+from helpers.calm_runs import calm_run
 from helpers.rank_faults import Fault, SignalAt, Slow
 from helpers.rank_jobs import assert_same_run
-from helpers.runs import records, run_words, saved, write_text
+from helpers.runs import records, run_words, saved
 
 from llmtrain.config.errors import ExitCode
 
@@ -48,22 +49,8 @@ AT = [
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
 def calm(ranks, text, runs):
-    """The undisturbed run, and the seconds it took with its data prepared."""
-    ranks.launch(run_words(text, runs, "prepared", *WORDS), 2)
-    told = ranks.launch(run_words(text, runs, "calm", *WORDS), 2)
-    assert told.code == ExitCode.DONE, told.printed
-    return runs / "calm", told.seconds
+    return calm_run(ranks, text, runs, WORDS)
 
 
 def assert_stopped(folder, told):

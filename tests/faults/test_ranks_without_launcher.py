@@ -12,7 +12,7 @@ import pytest
 from helpers.rank_faults import Fault, SignalAt
 from helpers.rank_jobs import assert_same_run, run_command
 from helpers.ranks import RanksFailedError
-from helpers.runs import run_words, write_text
+from helpers.runs import run_words
 from torch.distributed import TCPStore
 
 from llmtrain.config.errors import ExitCode
@@ -121,16 +121,6 @@ def kill_when_alone(job, rank):
 @pytest.fixture(scope="module")
 def cluster(ranks):
     return Cluster(ranks)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="module")

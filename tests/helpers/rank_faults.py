@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from llmtrain.config.errors import Problem, StorageError
 
 
 @dataclass(frozen=True)
-class AtPlace:
+class AtPlace(ABC):
     """Something that happens once on one rank, at a place of update `step`; 0 = the first time that it comes there.
 
     The place `begin` is before the first own line of the rank.
@@ -28,8 +29,9 @@ class AtPlace:
     place: str
     step: int = field(default=3, kw_only=True)
 
+    @abstractmethod
     def act(self) -> None:
-        raise NotImplementedError
+        """What happens."""
 
     def install(self, rank: int) -> None:
         if rank != self.rank:

@@ -279,10 +279,9 @@ def process_name(name: str, number: int) -> str:
 def end_process(code: int) -> NoReturn:
     """End a forked process without the exit handlers of the one it was forked from."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        # What a test has closed, or a full disk refuses, was said to nobody who still reads it.
+        with suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            pass
     os._exit(code)
 
 

@@ -28,16 +28,6 @@ CUTS = [(1, 2), (1, 1), (2, 4), (2, 2), (2, 1), (4, 2), (4, 1)]
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
 def whole(ranks, text, runs):
     """By packing: one process with the whole batch at once, and the weights it began with."""
     made = {}

@@ -2,7 +2,7 @@
 
 import pytest
 from helpers.rank_jobs import assert_same_run
-from helpers.runs import records, run_words, saved, write_text
+from helpers.runs import records, run_words, saved
 
 from llmtrain.config.errors import ExitCode
 
@@ -20,16 +20,6 @@ WORDS = (
     "checkpoint.every=0",
     "optimizer.eps=1e-5",
 )
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="module")
