@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from llmtrain.cli.arguments import Arguments
 from llmtrain.cli.request import compose
 from llmtrain.cli.session import open_console
 from llmtrain.config.compose import Composed
-from llmtrain.config.errors import ConfigError, Problem
-from llmtrain.dist.world import read_launch
+from llmtrain.config.errors import ConfigError, LlmtrainError, PeerError, Problem
+from llmtrain.dist.world import is_first_of_host, read_launch
 
 AT_START = re.compile(r"LD_|DYLD_|PYTHON|MALLOC_|GLIBC_")
 """Beginnings of the names of variables that the loader, the C library and Python read before anything else."""
@@ -19,15 +20,29 @@ AT_START = re.compile(r"LD_|DYLD_|PYTHON|MALLOC_|GLIBC_")
 
 def run(arguments: Arguments) -> int:
     """Compose the config and carry it out."""
-    return carry_out(compose(arguments))
+    with told_once_a_host():
+        composed = compose(arguments)
+    return carry_out(composed)
+
+
+@contextmanager
+def told_once_a_host() -> Iterator[None]:
+    """Around what every rank finds by itself, before it has met the others: of those on a host the first one says it."""
+    try:
+        yield
+    except LlmtrainError as error:
+        if is_first_of_host(os.environ):
+            raise
+        raise PeerError(0, error.exit_code) from error
 
 
 def carry_out(composed: Composed) -> int:
     """Start the ranks where that is left to this process, else train as one of them; hand over to the composition root."""
     config = composed.config
-    facts = read_launch(os.environ, config.launch.nproc)
-    if not facts.starts_ranks and facts.launcher_pid is None:
-        refuse_late(config.launch.env, os.environ)
+    with told_once_a_host():
+        facts = read_launch(os.environ, config.launch.nproc)
+        if not facts.starts_ranks and facts.launcher_pid is None:
+            refuse_late(config.launch.env, os.environ)
     # Before torch is imported, which reads some of them only then.
     os.environ.update(config.launch.env)
     # A rank whose peer is gone says so itself; torch would add the addresses of its own code to every call.

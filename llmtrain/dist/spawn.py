@@ -7,6 +7,7 @@ failure gives the others a few seconds, and whatever ends the launcher ends the 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -19,12 +20,15 @@ from types import FrameType
 from typing import Protocol
 
 from llmtrain.dist.failure import FailureBoard, failure_file
-from llmtrain.dist.verdict import AGREED, RankEnd, Verdict, reach_verdict, without_word
+from llmtrain.dist.position import Snapshot, read_position
+from llmtrain.dist.verdict import AGREED, RankEnd, Verdict, hang_of, position_file, reach_verdict, without_word
 from llmtrain.dist.world import LaunchFacts
 
 POLL_SECONDS = 0.05
 PATIENCE_SECONDS = 5.0
 """How long the other ranks may take to end by themselves once one has failed."""
+LOOK_SECONDS = 1.0
+"""Between two looks at the positions of the ranks."""
 KILL_SECONDS = 3.0
 """How long SIGKILL may take; a process that waits for a disk that is gone outlives it, and is then left to the system."""
 
@@ -88,6 +92,7 @@ def launch_ranks(
     stop_signals: Sequence[signal.Signals],
     patience_seconds: float = PATIENCE_SECONDS,
     poll_seconds: float = POLL_SECONDS,
+    still_seconds: float = math.inf,
 ) -> RanksEnd:
     """Start the ranks and wait until the last has ended; none outlives this call, however it ends.
 
@@ -98,13 +103,15 @@ def launch_ranks(
         stop_signals: what is passed on to every rank, once for each arrival, and ends nothing here.
         patience_seconds: see PATIENCE_SECONDS.
         poll_seconds: pause between two looks at the ranks.
+        still_seconds: ranks none of which has moved for so long are ended; well above what they wait for themselves, since they know
+            more to say, unless native code or a signal holds all of them.
 
     Raises:
         ValueError: not called in the main thread, which alone may wait for signals.
     """
     began, began_at = time.monotonic(), time.time()
     with noted_signals(stop_signals) as noted, kept_exit_codes():
-        crew = _Crew(noted, reports, stop_signals)
+        crew = _Crew(noted, reports, stop_signals, still_seconds)
         try:
             for place in places:
                 crew.ranks.append(_Rank(place, start(place)))
@@ -202,20 +209,56 @@ class _Rank:
             os.killpg(self._pid, signal.SIGKILL)
 
 
+class Stillness:
+    """Looks from outside whether ranks still move, and leaves word of a hang that none of them can tell.
+
+    The time that counts is that between looks which follow each other closely: a launcher that was stopped together with its ranks
+    has seen nothing.
+    """
+
+    def __init__(self, reports: Path, still_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._reports = reports
+        self._still_seconds = still_seconds
+        self._clock = clock
+        self._looked_at = clock()
+        self._still = 0.0
+        self._seen: list[Snapshot | None] = []
+
+    def look(self, ends: Sequence[RankEnd]) -> None:
+        """Called often, while all ranks run."""
+        now = self._clock()
+        if now - self._looked_at < LOOK_SECONDS:
+            return
+        elapsed, self._looked_at = min(now - self._looked_at, 2 * LOOK_SECONDS), now
+        places = [read_position(position_file(self._reports, end.rank)) for end in ends]
+        known = [place for place in places if place is not None]
+        # A rank without a place has not come to the others yet, and those wait for it no longer than they want to.
+        self._still = self._still + elapsed if places == self._seen and len(known) == len(ends) else 0.0
+        self._seen = places
+        if self._still < self._still_seconds:
+            return
+        place, end = min(zip(known, ends, strict=True), key=lambda one: (one[0].step, one[0].collectives))
+        text = f"no rank has moved for {self._still_seconds:g} s, and none could say so: stopped, or native code holds Python's lock"
+        FailureBoard(None, self._reports).report(hang_of(end, place, text))
+
+
 class _Crew:
     """All ranks that were started."""
 
-    def __init__(self, noted: list[int], reports: Path, stop_signals: Sequence[int]) -> None:
+    def __init__(self, noted: list[int], reports: Path, stop_signals: Sequence[int], still_seconds: float) -> None:
         self.ranks: list[_Rank] = []
         self._noted = noted
         self._reports = reports
         self._stop_signals = stop_signals
+        self._stillness = Stillness(reports, still_seconds)
 
     def watch(self, patience_seconds: float, poll_seconds: float) -> None:
         """Until every rank has ended, or the first failure is `patience_seconds` old."""
         failed_at: float | None = None
         while running := [rank for rank in self.ranks if not rank.has_ended()]:
             self.note_stopped()
+            if failed_at is None and len(running) == len(self.ranks):
+                self._stillness.look([rank.end() for rank in running])
             if failed_at is None and self._has_failed():
                 failed_at = time.monotonic()
                 self._tell_others()

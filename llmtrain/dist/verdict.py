@@ -220,6 +220,22 @@ def without_word(end: RankEnd, code: int, reports: Path) -> Failure:
     )
 
 
+def hang_of(end: RankEnd, place: Snapshot, text: str) -> Failure:
+    """The failure of a rank that stands still, seen by its launcher alone."""
+    return Failure(
+        rank=end.rank,
+        host=socket.gethostname(),
+        pid=end.pid,
+        phase=place.phase,
+        step=place.step,
+        microbatch=place.microbatch,
+        kind="hang",
+        code=int(ExitCode.LOST),
+        text=text,
+        reporter=end.rank,
+    )
+
+
 def output_file(reports: Path, rank: int) -> Path:
     """Where a rank other than 0 prints until it has a log in the run folder."""
     return reports / f"rank{rank}.out"

@@ -269,7 +269,7 @@ class Watch:
         for rank in behind[:_MAX_LISTED]:
             place = self._beats.place(rank)
             line = f"  rank {rank:<4} step {place.step:<7} {place.phase:<10} micro-batch {place.microbatch:<4}"
-            mute = "  does not answer" if self._is_mute(rank) else ""
+            mute = "  when it was last heard; does not answer" if self._is_mute(rank) else ""
             lines.append(f"{line} {place.collectives} collectives{mute}")
         if len(behind) > _MAX_LISTED:
             lines.append(f"  and {len(behind) - _MAX_LISTED} more")

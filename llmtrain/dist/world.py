@@ -132,6 +132,11 @@ def job_environment(host_jobs: int, memory_bytes: int) -> dict[str, str]:
     return {_HOST_JOBS: str(host_jobs), _HOST_MEMORY: str(memory_bytes // host_jobs)}
 
 
+def is_first_of_host(environ: Mapping[str, str]) -> bool:
+    """Whether this process is the first rank on its host, or the only process, as far as the environment says it without a check."""
+    return environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID", "0")) in ("", "0")
+
+
 def rank_environment(place: LaunchFacts) -> dict[str, str]:
     """What our launcher sets for the rank at `place`, on top of its own environment; `read_launch` of both gives `place` back.
 

@@ -32,6 +32,8 @@ from llmtrain.train.run_folder import RunFolder
 from llmtrain.train.signals import STOP_SIGNALS
 
 LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
+LATER_SECONDS = 30.0
+"""What ranks may take to end a hang themselves, beyond twice their time limit."""
 SHOW_CURSOR, CLEAR_LINE = "\x1b[?25h", "\r\x1b[K"
 # The first entry of the import path is what this process was started with; Python's own choice for `-m` would be the folder one is
 # in, where a file may have the name of a module.
@@ -62,7 +64,9 @@ def launch_run(composed: Composed, *, stdout: int | None = None) -> RanksEnd:
     with _report_folder() as reports, closing(listen_on_loopback()) as listener:
         places = rank_places(facts, listener, reports)
         starter = _Starter(composed, listener, reports, stdout)
-        end = launch_ranks(places, starter, reports=reports, stop_signals=STOP_SIGNALS)
+        # The ranks notice a hang themselves, unless all of them are held.
+        still = 2 * composed.config.launch.timeout_seconds + LATER_SECONDS
+        end = launch_ranks(places, starter, reports=reports, stop_signals=STOP_SIGNALS, still_seconds=still)
         _tell(end, read_run(reports), composed.config.output)
     return end
 
